@@ -1,0 +1,1 @@
+"""The HTTP contract between the roles and the proxy: messages and a client. No role imports another."""

@@ -1,0 +1,131 @@
+"""The run's configuration: what `run.json` freezes and every role obeys. Unknown keys are refused.
+
+Per-machine choices (ports, devices, number of local workers) are command-line flags, never here.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has kernels (`max_lora_rank`)."""
+
+
+class Section(BaseModel):
+    """A table of the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The frozen base model."""
+
+    id: str
+    """Built-in name (`tiny-arithmetic`, `smollm2-135m-instruct`), a local folder, or a hub id."""
+    revision: str = ""
+    """Hub revision; empty for built-in models and local folders."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the base weights and activations in both roles. Adapter masters are always float32."""
+
+
+class LoraConfig(Section):
+    """The trained adapter. Only what vLLM can serve can be expressed: no DoRA, bias or modules_to_save."""
+
+    rank: int = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scaling is alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+    @model_validator(mode="after")
+    def _rank_is_servable(self) -> Self:
+        if self.rank not in VLLM_LORA_RANKS:
+            raise ValueError(f"rank {self.rank} cannot be served; choose one of {list(VLLM_LORA_RANKS)}")
+        return self
+
+
+class SamplingConfig(Section):
+    """How completions are drawn. Behaviour logprobs are those of this very distribution."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt."""
+    max_tokens: Positive = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _learner_can_reproduce(self) -> Self:
+        if self.top_p < 1.0:
+            raise ValueError(
+                f"top_p {self.top_p} truncates the behaviour distribution, which makes importance "
+                "ratios wrong for every token outside it; use top_p = 1.0"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    """GRPO with a PPO clip around the behaviour policy (design section 5)."""
+
+    steps: Positive = 100
+    """Optimizer steps; the run ends after them."""
+    groups_per_step: Positive = 8
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    """Bound on `step trained - step sampled`, held by admission; older groups are dropped and counted."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    filter_zero_variance: bool = True
+    """Skip groups whose rewards are all equal: they carry no gradient. Each is named in the commit."""
+
+
+class RolloutConfig(Section):
+    """Limits that every rollout engine of the run shares."""
+
+    max_model_len: Positive = 1024
+    """Prompt plus completion, in tokens."""
+    lease_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """A group not uploaded (or renewed) within this time is leased to another worker."""
+
+
+class LearnerConfig(Section):
+    """How the learner batches."""
+
+    tokens_per_microbatch: Positive = 8192
+    """Packing budget: tokens per forward pass. Gradients do not depend on it."""
+
+
+class RunConfig(Section):
+    """The whole TOML file."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    seed: int = 0
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    task: dict[str, Any]
+    """Validated by `tasks.config.TaskConfig`; the bucket does not interpret it."""
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+    @model_validator(mode="after")
+    def _completion_fits(self) -> Self:
+        if self.sampling.max_tokens >= self.rollout.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens {self.sampling.max_tokens} leaves no room for a prompt within "
+                f"rollout.max_model_len {self.rollout.max_model_len}"
+            )
+        return self
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        """Groups issued and not yet consumed, at most. With oldest-first consumption this bounds
+        staleness by `max_staleness` (AReaL, arXiv 2505.24298, section 5.1)."""
+        return (self.algorithm.max_staleness + 1) * self.algorithm.groups_per_step

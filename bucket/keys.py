@@ -1,0 +1,98 @@
+"""The only module that builds or parses an object key. `bucket_layout.md` section 4 is its grammar."""
+
+import re
+from dataclasses import dataclass
+
+from bucketrl.bucket.errors import IntegrityError
+
+RUN = "run.json"
+LOG_PREFIX = "log/"
+POLICY_PREFIX = "policy/"
+CHECKPOINT_PREFIX = "checkpoints/"
+BATCH_PREFIX = "batches/"
+TRAJECTORY_PREFIX = "trajectories/"
+QUARANTINE_PREFIX = "quarantine/"
+WORKER_PREFIX = "workers/"
+EVALUATION_PREFIX = "evaluations/"
+PROBE_PREFIX = "probe/"
+
+_GROUP_ID = re.compile(r"^(\d{4})-(\d{8})$")
+_ATTEMPT = re.compile(r"^[a-z0-9][a-z0-9-]{0,80}$")
+_TRAJECTORY = re.compile(r"^trajectories/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$")
+_LOG = re.compile(r"^log/(\d{8})\.json$")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GroupId:
+    """`<prompt epoch>-<prompt index>`: text order is issue order."""
+
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch:04d}-{self.index:08d}"
+
+    @classmethod
+    def parse(cls, text: str) -> "GroupId":
+        """Raises IntegrityError if `text` is not a group id."""
+        match = _GROUP_ID.match(text)
+        if match is None:
+            raise IntegrityError(f"not a group id: {text[:64]!r} (want 0000-00000000)")
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def from_ordinal(cls, ordinal: int, prompts_per_epoch: int) -> "GroupId":
+        """The `ordinal`-th group of the run, counted from 0."""
+        return cls(*divmod(ordinal, prompts_per_epoch))
+
+    def ordinal(self, prompts_per_epoch: int) -> int:
+        """Inverse of `from_ordinal`."""
+        return self.epoch * prompts_per_epoch + self.index
+
+
+def log(seq: int) -> str:
+    return f"{LOG_PREFIX}{seq:08d}.json"
+
+
+def parse_log(key: str) -> int | None:
+    """The record's sequence number, or None for a foreign key."""
+    match = _LOG.match(key)
+    return int(match[1]) if match else None
+
+
+def policy(version: int, epoch: int) -> str:
+    """Folder of a PEFT adapter. The epoch is part of it so that two incarnations of the learner
+    never write one key with different bytes."""
+    return f"{POLICY_PREFIX}{version:08d}-e{epoch:04d}/"
+
+
+def checkpoint(step: int, epoch: int) -> str:
+    return f"{CHECKPOINT_PREFIX}{step:08d}-e{epoch:04d}/"
+
+
+def batch(step: int) -> str:
+    return f"{BATCH_PREFIX}{step:08d}.json"
+
+
+def trajectory(group_id: GroupId, attempt: str) -> str:
+    if not _ATTEMPT.match(attempt):
+        raise IntegrityError(f"not an attempt id: {attempt[:96]!r} (want lower case letters, digits, dashes)")
+    return f"{TRAJECTORY_PREFIX}{group_id}/{attempt}.parquet"
+
+
+def parse_trajectory(key: str) -> tuple[GroupId, str] | None:
+    """Group and attempt, or None for a foreign key."""
+    match = _TRAJECTORY.match(key)
+    return (GroupId.parse(match[1]), match[2]) if match else None
+
+
+def quarantine(group_id: GroupId, attempt: str) -> str:
+    return f"{QUARANTINE_PREFIX}{group_id}/{attempt}.json"
+
+
+def worker(worker_id: str, number: int) -> str:
+    return f"{WORKER_PREFIX}{worker_id}/{number:08d}.json"
+
+
+def evaluation(version: int, name: str) -> str:
+    return f"{EVALUATION_PREFIX}{version:08d}/{name}.json"

@@ -1,0 +1,1 @@
+"""The command line, the local launcher and one start script per role."""

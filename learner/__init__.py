@@ -1,0 +1,1 @@
+"""The learner role: select, batch, loss, optimise, publish, commit."""

@@ -1,0 +1,1 @@
+"""Pure cost and memory models. No torch, no I/O."""

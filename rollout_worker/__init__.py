@@ -1,0 +1,1 @@
+"""The rollout role: lease, generate, reward, upload."""

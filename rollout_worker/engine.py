@@ -1,0 +1,59 @@
+"""What the rollout loop asks of an inference engine. Token ids in, token ids out; never text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """One completion to draw."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    policy_version: int
+    """Must have been added with `add_adapter`. The engine raises KeyError otherwise, never serves the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCompletion:
+    """What was drawn, T tokens including the end-of-turn token if one was sampled."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """[T] natural log of the probability with which each token was sampled (temperature applied)."""
+    policy_versions: tuple[int, ...]
+    """[T] the version that sampled each token."""
+    finish_reason: FinishReason
+    accepted_draft_tokens: int = 0
+    """Tokens that came from a drafter; 0 while speculation is off."""
+
+
+class Engine(Protocol):
+    """One engine serves several adapter versions at once. All methods are safe to call concurrently."""
+
+    name: str
+    """`vllm 0.32.0`, `transformers 5.19.0`: shown to people and recorded with trajectories."""
+
+    async def start(self) -> None:
+        """Loads the base model; may take minutes. Raises UserError if it cannot be served as configured."""
+
+    async def add_adapter(self, version: int, folder: Path) -> None:
+        """Makes a verified local PEFT folder available as `version`, without pausing running requests."""
+
+    async def remove_adapter(self, version: int) -> None:
+        """The caller has drained the version's requests."""
+
+    async def generate(self, request: SamplingRequest) -> SampledCompletion:
+        """Draws one completion. Cancelling the task aborts the request."""
+
+    async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
+        """[len - 1] logprobs of token i+1 given 0..i at temperature 1; `None` is the base model alone."""
+
+    async def close(self) -> None:
+        """Frees everything; running requests are aborted."""
