@@ -122,6 +122,9 @@ class LearnerState(Message):
     phase: Literal["starting", "waiting", "training", "publishing", "finished"]
     groups_ready: int = 0
     tokens_per_second: float = 0.0
+    pending_skips: tuple[int, ...] = ()
+    """Ordinals that the next commit will consume untrained (zero variance, stale). They no longer count
+    as outstanding; otherwise a batch whose groups are mostly skipped could never fill."""
     quarantined: tuple[QuarantinedAttempt, ...] = ()
     """Attempts refused since the last heartbeat: their groups must be issued again."""
     note: str = ""

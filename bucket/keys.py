@@ -16,10 +16,16 @@ WORKER_PREFIX = "workers/"
 EVALUATION_PREFIX = "evaluations/"
 PROBE_PREFIX = "probe/"
 
-_GROUP_ID = re.compile(r"^(\d{4})-(\d{8})$")
-_ATTEMPT = re.compile(r"^[a-z0-9][a-z0-9-]{0,80}$")
-_TRAJECTORY = re.compile(r"^trajectories/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$")
-_LOG = re.compile(r"^log/(\d{8})\.json$")
+_GROUP_ID = re.compile(r"^(\d{4})-(\d{8})$", re.ASCII)
+_ATTEMPT = re.compile(r"^[a-z0-9][a-z0-9-]{0,80}$", re.ASCII)
+_TRAJECTORY = re.compile(r"^trajectories/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$", re.ASCII)
+_LOG = re.compile(r"^log/(\d{8})\.json$", re.ASCII)
+_ARTIFACT = re.compile(
+    r"^((?:policy|checkpoints)/\d{8}-e\d{4,}/)((?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*)$",
+    re.ASCII,
+)
+_BATCH = re.compile(r"^batches/(\d{8})\.json$", re.ASCII)
+_QUARANTINE = re.compile(r"^quarantine/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.json$", re.ASCII)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -35,7 +41,7 @@ class GroupId:
     @classmethod
     def parse(cls, text: str) -> "GroupId":
         """Raises IntegrityError if `text` is not a group id."""
-        match = _GROUP_ID.match(text)
+        match = _GROUP_ID.fullmatch(text)
         if match is None:
             raise IntegrityError(f"not a group id: {text[:64]!r} (want 0000-00000000)")
         return cls(int(match[1]), int(match[2]))
@@ -56,7 +62,7 @@ def log(seq: int) -> str:
 
 def parse_log(key: str) -> int | None:
     """The record's sequence number, or None for a foreign key."""
-    match = _LOG.match(key)
+    match = _LOG.fullmatch(key)
     return int(match[1]) if match else None
 
 
@@ -70,24 +76,43 @@ def checkpoint(step: int, epoch: int) -> str:
     return f"{CHECKPOINT_PREFIX}{step:08d}-e{epoch:04d}/"
 
 
+def parse_artifact(key: str) -> tuple[str, str] | None:
+    """Folder of an adapter or a checkpoint (as `policy` and `checkpoint` build it) and the file's path
+    below it, safe to join to a local folder; None for a foreign key."""
+    match = _ARTIFACT.fullmatch(key)
+    return (match[1], match[2]) if match else None
+
+
 def batch(step: int) -> str:
     return f"{BATCH_PREFIX}{step:08d}.json"
 
 
+def parse_batch(key: str) -> int | None:
+    """The step, or None for a foreign key."""
+    match = _BATCH.fullmatch(key)
+    return int(match[1]) if match else None
+
+
 def trajectory(group_id: GroupId, attempt: str) -> str:
-    if not _ATTEMPT.match(attempt):
+    if not _ATTEMPT.fullmatch(attempt):
         raise IntegrityError(f"not an attempt id: {attempt[:96]!r} (want lower case letters, digits, dashes)")
     return f"{TRAJECTORY_PREFIX}{group_id}/{attempt}.parquet"
 
 
 def parse_trajectory(key: str) -> tuple[GroupId, str] | None:
     """Group and attempt, or None for a foreign key."""
-    match = _TRAJECTORY.match(key)
+    match = _TRAJECTORY.fullmatch(key)
     return (GroupId.parse(match[1]), match[2]) if match else None
 
 
 def quarantine(group_id: GroupId, attempt: str) -> str:
     return f"{QUARANTINE_PREFIX}{group_id}/{attempt}.json"
+
+
+def parse_quarantine(key: str) -> tuple[GroupId, str] | None:
+    """Group and attempt, or None for a foreign key."""
+    match = _QUARANTINE.fullmatch(key)
+    return (GroupId.parse(match[1]), match[2]) if match else None
 
 
 def worker(worker_id: str, number: int) -> str:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from bucketrl.bucket.errors import BucketrlError
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -17,7 +19,7 @@ class SamplingRequest:
     temperature: float
     seed: int
     policy_version: int
-    """Must have been added with `add_adapter`. The engine raises KeyError otherwise, never serves the base."""
+    """Must have been added with `add_adapter`; else the engine raises KeyError, never serves the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class SampledCompletion:
     """Tokens that came from a drafter; 0 while speculation is off."""
 
 
+class DroppedCompletion(BucketrlError):
+    """A completion that cannot be trained on. The message is the reason; the worker counts it and goes on."""
+
+
 class Engine(Protocol):
     """One engine serves several adapter versions at once. All methods are safe to call concurrently."""
 
@@ -44,13 +50,20 @@ class Engine(Protocol):
         """Loads the base model; may take minutes. Raises UserError if it cannot be served as configured."""
 
     async def add_adapter(self, version: int, folder: Path) -> None:
-        """Makes a verified local PEFT folder available as `version`, without pausing running requests."""
+        """Makes a verified local PEFT folder available as `version`, without pausing running requests.
+
+        Raises IntegrityError if the engine cannot load it; `version` is then not available.
+        """
 
     async def remove_adapter(self, version: int) -> None:
         """The caller has drained the version's requests."""
 
     async def generate(self, request: SamplingRequest) -> SampledCompletion:
-        """Draws one completion. Cancelling the task aborts the request."""
+        """Draws one completion. Cancelling the task aborts the request.
+
+        Raises KeyError for a version that is not loaded and DroppedCompletion if what was drawn is unusable
+        (nothing sampled, aborted, a logprob that is missing or not finite).
+        """
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
         """[len - 1] logprobs of token i+1 given 0..i at temperature 1; `None` is the base model alone."""

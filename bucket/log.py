@@ -1,0 +1,288 @@
+"""The log: the one mutable truth of a run, an append-only chain of `start` and `step` records.
+
+`LogState` is pure and decides what may follow what; the proxy, the audit and every reader use the same
+rules. `LogReader` follows the log in a store. `LogWriter` is the learner's hand on it.
+`bucket_layout.md` section 7 is the specification.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from bucketrl.bucket import keys
+from bucketrl.bucket.errors import Fenced, IntegrityError, NotFound, StoreError
+from bucketrl.bucket.records import (
+    Consumed,
+    LogRecord,
+    RunRecord,
+    StartRecord,
+    StepRecord,
+    decode_log,
+    sha256_hex,
+)
+from bucketrl.bucket.store import Store
+
+START_ATTEMPTS = 100
+"""Races for the next record that `LogWriter.start` may lose; each loss is another learner's progress."""
+CATCH_UP_THREADS = 16
+CATCH_UP_WINDOW = 256
+"""Records fetched at once by a reader that begins: bounds its memory."""
+
+
+class LogViolation(IntegrityError):
+    """A record may not follow the ones before it. `invariant`: number in `bucket_layout.md` section 9."""
+
+    def __init__(self, invariant: int, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class LogState:
+    """What a verified prefix of the log says. `LogState.empty(run)` is that of the empty prefix."""
+
+    run_id: str
+    prompts_per_epoch: int
+    head_seq: int = -1
+    """Newest record; -1 if there is none."""
+    head_sha256: str = ""
+    epoch: int = 0
+    """Of the newest `start`; 0 before the first."""
+    step: StepRecord | None = None
+    """The newest commit."""
+    step_seq: int = -1
+    step_sha256: str = ""
+
+    @classmethod
+    def empty(cls, run: RunRecord) -> "LogState":
+        return cls(run.run_id, run.prompts_per_epoch)
+
+    @property
+    def next_seq(self) -> int:
+        return self.head_seq + 1
+
+    @property
+    def consumed(self) -> Consumed:
+        return self.step.consumed if self.step else Consumed()
+
+    def apply(self, data: bytes) -> "LogState":
+        """The state after record `next_seq`, whose bytes are `data`.
+
+        Raises LogViolation, which names the record, if it may not follow.
+        """
+        key = keys.log(self.next_seq)
+        try:
+            record = decode_log(data)
+        except IntegrityError as error:
+            raise LogViolation(1, f"{key}: {error}") from None
+        self._check_chain(key, record)
+        digest = sha256_hex(data)
+        moved = replace(self, head_seq=record.seq, head_sha256=digest, epoch=record.epoch)
+        if isinstance(record, StartRecord):
+            if record.epoch <= self.epoch:
+                raise LogViolation(3, f"{key}: start has epoch {record.epoch}, not above {self.epoch}")
+            return moved
+        if record.epoch != self.epoch:
+            raise LogViolation(3, f"{key}: step has epoch {record.epoch}, the newest start has {self.epoch}")
+        self._check_step(key, record)
+        self._check_consumed(key, record)
+        return replace(moved, step=record, step_seq=record.seq, step_sha256=digest)
+
+    def _check_chain(self, key: str, record: LogRecord) -> None:
+        found = (record.run_id, record.seq, record.parent_sha256)
+        wanted = (self.run_id, self.next_seq, self.head_sha256)
+        for name, have, want in zip(("run_id", "seq", "parent_sha256"), found, wanted, strict=True):
+            if have != want:
+                raise LogViolation(1, f"{key}: {name} is {have!r}, want {want!r}")
+
+    def _check_step(self, key: str, record: StepRecord) -> None:
+        before = self.step
+        number = before.step + 1 if before else 0
+        if record.step != number:
+            raise LogViolation(1, f"{key}: step is {record.step}, want {number}")
+        if record.checkpoint.step != record.step:
+            raise LogViolation(1, f"{key}: checkpoint is of step {record.checkpoint.step}, not {record.step}")
+        newest = before.policy.version if before else -1
+        if record.policy.version <= newest:
+            raise LogViolation(1, f"{key}: policy version {record.policy.version} is not above {newest}")
+        if record.step == 0 and (record.batch or record.groups or record.skipped):
+            raise LogViolation(2, f"{key}: step 0 trains on nothing, but names a batch or groups")
+        if record.step > 0 and not (record.batch and record.groups):
+            raise LogViolation(2, f"{key}: step {record.step} names no batch or no group")
+
+    def _check_consumed(self, key: str, record: StepRecord) -> None:
+        ordinals: set[int] = set()
+        for text in [g.group_id for g in record.groups] + [s.group_id for s in record.skipped]:
+            try:
+                group = keys.GroupId.parse(text)
+            except IntegrityError as error:
+                raise LogViolation(2, f"{key}: {error}") from None
+            ordinal = group.ordinal(self.prompts_per_epoch)
+            if group.index >= self.prompts_per_epoch:
+                raise LogViolation(2, f"{key}: {text} is beyond the epoch's {self.prompts_per_epoch} prompts")
+            if ordinal in ordinals or ordinal in self.consumed:
+                raise LogViolation(2, f"{key}: group {text} is consumed twice")
+            ordinals.add(ordinal)
+        expected = self.consumed.add(ordinals)
+        if record.consumed != expected:
+            raise LogViolation(
+                2,
+                f"{key}: consumed is cursor {record.consumed.cursor} + {len(record.consumed.above)} above; "
+                f"its groups make it cursor {expected.cursor} + {len(expected.above)} above",
+            )
+
+
+class LogReader:
+    """Follows the log of one run. Not thread-safe: one owner calls it, others may look at `state`."""
+
+    def __init__(self, store: Store, run: RunRecord) -> None:
+        self._store = store
+        self.state = LogState.empty(run)
+        """After the newest record read so far. Replaced, never changed in place."""
+
+    def refresh(self) -> list[StartRecord | StepRecord]:
+        """The records since the last call, oldest first. One GET (a miss) when there is none.
+
+        Raises IntegrityError (the log is broken at the record it names) or StoreError, but only when no
+        record was read before the failure: what was read is always returned, and the next call fails.
+        """
+        fresh: list[StartRecord | StepRecord] = []
+        try:
+            if self.state.next_seq == 0:
+                fresh.extend(self.accept(data) for data in self._catch_up())
+            while True:
+                fresh.append(self.accept(self._store.get(keys.log(self.state.next_seq))))
+        except NotFound:
+            return fresh
+        except (IntegrityError, StoreError):
+            if not fresh:
+                raise
+            return fresh
+
+    def accept(self, data: bytes) -> StartRecord | StepRecord:
+        """Moves past record `state.next_seq`, whose bytes the caller already has.
+
+        Raises LogViolation and stays where it is if it may not follow.
+        """
+        self.state = self.state.apply(data)
+        return decode_log(data)
+
+    def _catch_up(self) -> Iterator[bytes]:
+        """Records from 0 on, fetched in parallel: a late joiner would wait for one round trip each."""
+        listed = {keys.parse_log(info.key) for info in self._store.list(keys.LOG_PREFIX)}
+        count = 0
+        while count in listed:
+            count += 1
+        with ThreadPoolExecutor(CATCH_UP_THREADS) as pool:
+            for start in range(0, count, CATCH_UP_WINDOW):
+                names = [keys.log(seq) for seq in range(start, min(count, start + CATCH_UP_WINDOW))]
+                yield from pool.map(self._store.get, names)
+
+
+class LogWriter:
+    """One learner incarnation's right to append. Owns `reader`: nobody else may refresh it.
+
+    `create(key, data)` returns None if the object now is `data`, else the bytes that are there; on a
+    tier-0 store the proxy does it. Whatever it raises means "outcome unknown" and passes through:
+    `append_step` called again sends the very same bytes.
+    """
+
+    def __init__(
+        self,
+        reader: LogReader,
+        create: Callable[[str, bytes], bytes | None],
+        *,
+        now: Callable[[], str],
+        new_id: Callable[[], str],
+    ) -> None:
+        self._reader = reader
+        self._create = create
+        self._now = now
+        self._new_id = new_id
+        self._pending: StepRecord | None = None
+        self.epoch = 0
+        """This incarnation's fencing token; 0 until `start`."""
+
+    @property
+    def state(self) -> LogState:
+        return self._reader.state
+
+    @property
+    def next_seq(self) -> int:
+        return self.state.next_seq
+
+    @property
+    def parent_sha256(self) -> str:
+        return self.state.head_sha256
+
+    def start(self, learner_id: str) -> int:
+        """Appends `start` with an epoch above every one in the log, which fences all earlier learners.
+
+        Returns the epoch. Afterwards `state.step` is the commit to resume from.
+        """
+        self._pending = None
+        for _ in range(START_ATTEMPTS):
+            self._reader.refresh()
+            header = self._header(self.state.epoch + 1)
+            record = StartRecord(**header.model_dump(), learner_id=learner_id)
+            if self._send(record):
+                self.epoch = record.epoch
+                return self.epoch
+        raise StoreError(
+            f"lost {START_ATTEMPTS} races for the log's next record: too many learners start at once"
+        )
+
+    def append_step(self, build: Callable[[LogRecord], StepRecord]) -> StepRecord:
+        """Commits a step: `build` completes the header that it gets (`StepRecord(**header.model_dump(), …)`).
+
+        After an error with unknown outcome the same call settles it: the record built then is sent
+        again and `build` is not called. Raises Fenced if a newer learner has started; nothing of this
+        step is visible then.
+        """
+        if self.epoch == 0:
+            raise ValueError("append_step before start")
+        if self._pending is None:
+            self._raise_if_fenced()
+            header = self._header(self.epoch)
+            record = build(header)
+            if any(getattr(record, name) != value for name, value in header):
+                raise ValueError("the step record does not carry the header that it was given")
+            self.state.apply(record.encode())  # raises before anybody can see a record that may not follow
+            self._pending = record
+        record = self._pending
+        won = self._send(record) if record.seq == self.next_seq else self._has_landed(record)
+        self._pending = None
+        if won:
+            return record
+        self._raise_if_fenced()
+        raise IntegrityError(
+            f"{keys.log(record.seq)}: another learner appends with this one's epoch {self.epoch}"
+        )
+
+    def _header(self, epoch: int) -> LogRecord:
+        return LogRecord(
+            run_id=self.state.run_id,
+            seq=self.next_seq,
+            parent_sha256=self.parent_sha256,
+            epoch=epoch,
+            write_id=self._new_id(),
+            written_at=self._now(),
+        )
+
+    def _send(self, record: StartRecord | StepRecord) -> bool:
+        """Whether `record` is in the log now. Either way the reader has moved past its seq."""
+        data = record.encode()
+        existing = self._create(keys.log(record.seq), data)
+        stored = self._reader.accept(data if existing is None else existing)
+        return stored.write_id == record.write_id
+
+    def _has_landed(self, record: StepRecord) -> bool:
+        """For a pending record whose seq the reader has passed meanwhile."""
+        return self.state.step is not None and self.state.step.write_id == record.write_id
+
+    def _raise_if_fenced(self) -> None:
+        if self.state.epoch > self.epoch:
+            raise Fenced(
+                f"epoch {self.epoch} is over: {keys.log(self.state.head_seq)} has epoch {self.state.epoch}; "
+                "another learner has taken over"
+            )

@@ -1,0 +1,65 @@
+"""A store in this process's memory, for tests. Tier 1."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from bucketrl.bucket.errors import AlreadyExists, NotFound
+from bucketrl.bucket.store import ObjectInfo, Tier
+
+
+class MemoryStore:
+    """Implements `Store`. Two stores opened by one name share their objects."""
+
+    tier = Tier.CREATE
+    _named: ClassVar[dict[str, "MemoryStore"]] = {}
+
+    def __init__(self, name: str = "") -> None:
+        self.url = f"memory://{name}"
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def named(cls, name: str) -> "MemoryStore":
+        return cls._named.setdefault(name, cls(name))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._objects[key]
+        except KeyError:
+            raise NotFound(key) from None
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._objects[key] = bytes(data)
+
+    def create(self, key: str, data: bytes) -> None:
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExists(key)
+            self._objects[key] = bytes(data)
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.put(key, path.read_bytes())
+
+    def get_file(self, key: str, path: Path) -> None:
+        with path.open("xb") as file:
+            file.write(self.get(key))
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        with self._lock:
+            found = [
+                ObjectInfo(key, len(data))
+                for key, data in self._objects.items()
+                if key.startswith(prefix) and key > start_after
+            ]
+        return iter(sorted(found, key=lambda info: info.key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._objects.pop(key, None)

@@ -1,0 +1,151 @@
+"""The learner's loop: groups in, policy versions out.
+
+      rollout workers                                                    rollout workers, proxy
+            │ trajectories/                                                 ▲ log/ names policy/, checkpoints/
+            ▼                                                               │
+      ┌─ intake ──► select ──► batches/<step>.json ──► trainer ──► publisher ──► log writer ─┐
+      │  decode,    oldest     write-ahead: from       LoRA,       adapter,      the commit: │
+      │  check      first      here on the step is     AdamW       checkpoint,   one create  │
+      │                        fixed                               canary                    │
+      └──────────────────────────── consumed groups, next step ◄─────────────────────────────┘
+
+It waits for one thing only: enough groups. Workers wait for nothing here; they see a new version when its
+commit appears. A crash anywhere before the commit leaves nothing visible, and the next learner does the
+same step again from the batch; a crash after it, and the next learner goes on with the next step.
+"""
+
+import logging
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from bucketrl.bucket import artifacts
+from bucketrl.bucket.errors import StoreError
+from bucketrl.bucket.log import LogWriter
+from bucketrl.bucket.records import LogRecord, RunRecord, StepRecord
+from bucketrl.bucket.store import Store
+from bucketrl.learner import checkpoint
+from bucketrl.learner.batches import Batch, Batches
+from bucketrl.learner.heartbeat import Heartbeats
+from bucketrl.learner.intake import Intake
+from bucketrl.learner.metrics import group_metrics
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.optimizer import Optimizer
+from bucketrl.learner.publish import Published, Publisher
+from bucketrl.learner.select import Selection, select
+from bucketrl.learner.trainer import Stopped, Trainer
+
+logger = logging.getLogger(__name__)
+
+MAX_IDLE_FACTOR = 4.0
+MAX_REPORTED_SKIPS = 4096
+"""Ordinals in one heartbeat: keeps it far below the proxy's limit on bodies."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Everything that the loop works with, each part independent of the others."""
+
+    store: Store
+    run: RunRecord
+    log: LogWriter
+    policy: PolicyModel
+    optimizer: Optimizer
+    trainer: Trainer
+    publisher: Publisher
+    intake: Intake
+    batches: Batches
+    heartbeats: Heartbeats
+    stop: threading.Event
+    poll_s: float
+    staging: Path
+
+    def learn(self, learner_id: str) -> None:
+        """Trains until the run's last step is committed.
+
+        Raises Fenced if another learner takes over, Stopped if `stop` is set, StoreError if the store fails
+        for good. In every case the log holds whole steps only, and the next learner goes on from there.
+        """
+        self.log.start(learner_id)
+        self._restore()
+        while (step := self._committed() + 1) <= self.run.config.algorithm.steps:
+            batch = self.batches.next(self.log.state, self._wait_for_groups)
+            self.heartbeats.update(step=step, phase="training", pending_skips=())
+            metrics = self.trainer.train(batch.groups, step, self.stop.is_set)
+            metrics |= group_metrics(batch.trained, batch.skipped)
+            self._commit(step, batch, metrics)
+            self._report(step, metrics)
+        self.heartbeats.update(phase="finished")
+
+    def _restore(self) -> None:
+        """To the state after the newest commit; a run without one gets its step 0."""
+        self.heartbeats.update(epoch=self.log.epoch)
+        newest = self.log.state.step
+        if newest is None:
+            self._commit(0, None, {})
+            return
+        with tempfile.TemporaryDirectory(dir=self.staging) as name:
+            folder = artifacts.fetch(self.store, newest.checkpoint.files, Path(name) / "checkpoint")
+            checkpoint.load(folder, self.policy, self.optimizer, run_id=self.run.run_id, step=newest.step)
+        logger.info("resuming after step %d (epoch %d)", newest.step, self.log.epoch)
+
+    def _commit(self, step: int, batch: Batch | None, metrics: dict[str, float]) -> None:
+        """Step 0 is the untrained adapter: it has no batch."""
+        self.heartbeats.update(step=step, phase="publishing")
+        published = self.publisher.publish(step, self.log.epoch)
+        self.log.append_step(lambda header: _step_record(header, step, published, batch, metrics))
+
+    def _committed(self) -> int:
+        newest = self.log.state.step
+        assert newest is not None
+        return newest.step
+
+    def _wait_for_groups(self) -> Selection:
+        """Polls the bucket until a step's worth of groups is there, less often while none arrive."""
+        step, consumed = self._committed() + 1, self.log.state.consumed
+        delay_s = self.poll_s
+        while not self.stop.is_set():
+            try:
+                found = self.intake.poll(consumed, max_version=step - 1)
+                note = ""
+            except StoreError as error:
+                # Waiting is the one phase that an outage of the store may prolong; nothing is under way.
+                found, note = 0, f"the store does not answer: {error}"
+                logger.warning("%s; trying again", note)
+            selection = select(self.intake.candidates.values(), step, self.run.config)
+            if selection.ready:
+                return selection
+            self.heartbeats.update(
+                step=step,
+                phase="waiting",
+                groups_ready=len(selection.trained),
+                pending_skips=tuple(one.ordinal for one, _ in selection.skipped)[:MAX_REPORTED_SKIPS],
+                note=note,
+            )
+            delay_s = self.poll_s if found else min(MAX_IDLE_FACTOR * self.poll_s, 1.5 * delay_s)
+            self.stop.wait(delay_s)
+        raise Stopped(f"asked to stop while waiting for the groups of step {step}")
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        self.heartbeats.update(tokens_per_second=metrics["tokens_per_second"], groups_ready=0)
+        shown = ("reward_mean", "staleness_mean", "ratio_max", "grad_norm", "groups_skipped")
+        logger.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+
+
+def _step_record(
+    header: LogRecord, step: int, published: Published, batch: Batch | None, metrics: dict[str, float]
+) -> StepRecord:
+    record = StepRecord(
+        **header.model_dump(),
+        step=step,
+        policy=published.policy,
+        checkpoint=published.checkpoint,
+        canary=published.canary,
+        batch=None,
+        metrics=metrics,
+    )
+    if batch is None:
+        return record
+    named = {"groups": batch.record.groups, "skipped": batch.record.skipped, "consumed": batch.consumed}
+    return record.model_copy(update={"batch": batch.ref, **named})

@@ -1,0 +1,175 @@
+"""The policy: a frozen base model with a trained LoRA adapter, read on packed micro-batches."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from bucketrl.bucket.config import RunConfig
+from bucketrl.bucket.errors import UserError
+from bucketrl.kernels.reference import linear_logprob
+from bucketrl.learner import attention
+from bucketrl.learner.packing import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+LOGIT_CHUNK_BYTES = 64 << 20
+"""Size of the float32 logits that exist at once."""
+SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats, mean absolute difference between our forward pass and the model's own."""
+
+
+class PolicyModel:
+    """Adapter parameters are float32 whatever the type of the base. Dropout is off, always."""
+
+    def __init__(self, peft_model: PeftModel, config: RunConfig, device: torch.device) -> None:
+        self._peft = peft_model.to(device).eval()
+        self._causal: Any = peft_model.get_base_model()
+        self._decoder = self._causal.get_decoder()
+        self._head = _head(self._causal)
+        self._chunk = max(1, LOGIT_CHUNK_BYTES // (4 * self._head.weight.shape[0]))
+        self.config = config
+        self.device = device
+        self.vocab_size = int(
+            min(self._causal.config.get_text_config().vocab_size, self._head.weight.shape[0])
+        )
+        self.parameters = {
+            name.replace(".default.", "."): parameter
+            for name, parameter in sorted(self._peft.named_parameters())
+            if parameter.requires_grad
+        }
+        """The adapter's masters under their names in `adapter_model.safetensors`, sorted."""
+
+    @classmethod
+    def load(cls, folder: Path, config: RunConfig, device: torch.device) -> "PolicyModel":
+        """Base model from `folder`, fresh adapter from the run's seed.
+
+        Raises UserError if the model cannot be trained as configured.
+        """
+        causal = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, config.model.dtype),
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+        )
+        causal.requires_grad_(False)
+        lora = LoraConfig(
+            r=config.lora.rank,
+            lora_alpha=config.lora.alpha,
+            target_modules=lora_targets(causal, config),
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+            revision=config.model.revision or None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            peft_model = get_peft_model(causal, lora, autocast_adapter_dtype=True)
+        # PEFT has put the local folder here; the adapter names its base as the run does.
+        lora.base_model_name_or_path = config.model.id
+        policy = cls(peft_model, config, device)
+        policy._check_forward()
+        return policy
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """log π of every loss token at the run's sampling temperature, and the policy's entropy there.
+
+        Both [N] float32, in nats; the first is differentiable in the adapter's parameters.
+        """
+        input_ids, position_ids, rows, targets = (
+            torch.from_numpy(array).to(self.device)
+            for array in (batch.input_ids, batch.position_ids, batch.rows, batch.targets)
+        )
+        hidden_NH = self._hidden(input_ids, position_ids, batch.lengths)[rows]
+        return self._linear_logprob(hidden_NH, targets, self.config.sampling.temperature)
+
+    @torch.no_grad()
+    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """[len - 1] log-probability of token i + 1 given 0..i, at temperature 1."""
+        ids = torch.tensor(token_ids, device=self.device)
+        length = len(ids) - 1
+        hidden_TH = self._hidden(ids[:-1], torch.arange(length, device=self.device), (length,))
+        logprobs, _ = self._linear_logprob(hidden_TH, ids[1:], temperature=1.0)
+        return [float(value) for value in logprobs]
+
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
+        """Inside, the adapter is switched off."""
+        with self._peft.disable_adapter():
+            yield
+
+    def save_adapter(self, folder: Path) -> None:
+        """PEFT's own files: `adapter_model.safetensors`, `adapter_config.json` (and a README)."""
+        # The embeddings are frozen; "auto" would look for them on the hub.
+        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """[T] to [T, H], after the final norm."""
+        output = self._decoder(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            segment_lengths=lengths,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _linear_logprob(
+        self, hidden_NH: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return linear_logprob(hidden_NH, self._head.weight, targets, temperature, self._chunk)
+
+    @torch.no_grad()
+    def _check_forward(self) -> None:
+        """Refuses architectures that compute more than we do between hidden states and logits (soft caps,
+        scales) or in attention (sinks): their log-probabilities here would be silently wrong."""
+        count = min(16, self.vocab_size)
+        ids = torch.arange(count, device=self.device) * (self.vocab_size // count)
+        self._causal.set_attn_implementation("sdpa")
+        logits = self._causal(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        self._causal.set_attn_implementation(attention.NAME)
+        want = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+        positions = torch.arange(count, device=self.device)
+        twice_TH = self._hidden(ids.repeat(2), positions.repeat(2), (count, count))
+        found, _ = self._linear_logprob(twice_TH[count:-1], ids[1:], temperature=1.0)
+        difference = float((found - want).abs().mean())
+        if not difference <= SELF_CHECK_TOLERANCE[self.config.model.dtype]:
+            raise UserError(
+                f"model.id {self.config.model.id!r}: architecture {type(self._causal).__name__} cannot be "
+                f"trained on packed sequences (log-probabilities differ by {difference:.2g} from its own)"
+            )
+
+
+def lora_targets(causal: Any, config: RunConfig) -> list[str]:
+    """Names of the linear layers that get an adapter, sorted: never the output head.
+
+    Raises UserError if the configuration names one that the model lacks.
+    """
+    head = causal.get_output_embeddings()
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if config.lora.target_modules == "all-linear":
+        return sorted(linear)
+    missing = sorted(set(config.lora.target_modules) - linear)
+    if missing:
+        raise UserError(
+            f"lora.target_modules: model {config.model.id!r} has no linear layer {', '.join(missing)}; "
+            f"it has {', '.join(sorted(linear))}"
+        )
+    return sorted(set(config.lora.target_modules))
+
+
+def _head(causal: Any) -> nn.Linear:
+    head = causal.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise UserError(f"architecture {type(causal).__name__} has no plain output head (linear, no bias)")
+    return head

@@ -1,0 +1,80 @@
+"""Makes a policy version readable by others: the adapter, the checkpoint, and the canary of the commit.
+
+Nothing here is visible to a reader before the commit names it.
+"""
+
+import json
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from bucketrl.bucket import artifacts, keys
+from bucketrl.bucket.records import Canary, CheckpointRef, PolicyRef, RunRecord
+from bucketrl.bucket.store import Store
+from bucketrl.learner import checkpoint
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.optimizer import Optimizer
+
+PROBE_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a commit says about the state after its step."""
+
+    policy: PolicyRef
+    checkpoint: CheckpointRef
+    canary: Canary
+
+
+class Publisher:
+    """Publishes the state after each step as policy version = step."""
+
+    def __init__(
+        self, store: Store, run: RunRecord, policy: PolicyModel, optimizer: Optimizer, staging: Path
+    ) -> None:
+        self._store = store
+        self._run = run
+        self._policy = policy
+        self._optimizer = optimizer
+        self._staging = staging
+        self._probe = probe_tokens(run.config.seed, policy.vocab_size)
+        with policy.base_only():
+            self._base_logprobs = tuple(policy.score(self._probe))
+
+    def publish(self, step: int, epoch: int) -> Published:
+        """Uploads everything. Raises StoreError."""
+        with tempfile.TemporaryDirectory(dir=self._staging, prefix="adapter-") as name:
+            save_adapter(Path(name), self._policy)
+            adapter = artifacts.publish(self._store, keys.policy(step, epoch), Path(name))
+        with tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as name:
+            checkpoint.save(Path(name), self._policy, self._optimizer, run_id=self._run.run_id, step=step)
+            state = artifacts.publish(self._store, keys.checkpoint(step, epoch), Path(name))
+        canary = Canary(
+            token_ids=self._probe,
+            logprobs=tuple(self._policy.score(self._probe)),
+            base_logprobs=self._base_logprobs,
+        )
+        return Published(
+            policy=PolicyRef(version=step, files=adapter),
+            checkpoint=CheckpointRef(step=step, files=state),
+            canary=canary,
+        )
+
+
+def save_adapter(folder: Path, policy: PolicyModel) -> None:
+    """A PEFT adapter directory; equal parameters give equal bytes."""
+    policy.save_adapter(folder)
+    (folder / "README.md").unlink()  # PEFT's model card template says nothing about this adapter
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    # PEFT holds the targets in a set: their order changes from process to process.
+    config["target_modules"] = sorted(config["target_modules"])
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def probe_tokens(seed: int, vocab_size: int) -> tuple[int, ...]:
+    """The run's canary probe: the same token ids for every version. Any ids do."""
+    rng = random.Random(f"canary-{seed}")
+    return tuple(rng.randrange(vocab_size) for _ in range(PROBE_TOKENS))

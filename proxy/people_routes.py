@@ -1,0 +1,33 @@
+"""What people and tools ask: status, workers, steps, groups. JSON, made for `curl … | jq`."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from bucketrl.api.messages import GroupStatus, RunStatus, StepSummary, WorkerSummary
+from bucketrl.proxy.core import STEPS_KEPT, ProxyCore
+
+
+def people_routes(core: ProxyCore) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+
+    @router.get("/run")
+    async def run() -> RunStatus:
+        return core.status()
+
+    @router.get("/workers")
+    async def workers() -> list[WorkerSummary]:
+        return core.workers()
+
+    @router.get("/steps")
+    async def steps(
+        after: int = -1, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = STEPS_KEPT
+    ) -> list[StepSummary]:
+        """Committed steps above `after`, ascending; the newest `limit` of them."""
+        return [step for step in core.steps if step.step > after][-limit:]
+
+    @router.get("/groups/{group_id}")
+    async def group(group_id: Annotated[str, Path(pattern=r"^\d{4}-\d{8}$")]) -> GroupStatus:
+        return core.group(group_id)
+
+    return router

@@ -1,0 +1,34 @@
+"""The engines that implement `rollout_worker.engine.Engine`, and the choice between them."""
+
+from importlib.util import find_spec
+from typing import Literal
+
+from bucketrl.bucket.errors import UserError
+from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.engines.settings import EngineSettings
+
+EngineKind = Literal["auto", "vllm", "transformers"]
+
+
+def create_engine(kind: EngineKind, settings: EngineSettings) -> Engine:
+    """An engine that has not been started. `auto` is vLLM where it is installed, else transformers.
+
+    Raises UserError if `kind` is not installed.
+    """
+    if kind == "auto":
+        kind = "vllm" if find_spec("vllm") is not None else "transformers"
+    if kind == "vllm":
+        _require("vllm", "pip install 'bucketrl[rollout]' (GPU) or 'bucketrl[rollout-cpu]'")
+        from bucketrl.rollout_worker.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(settings)
+    for package in ("torch", "transformers", "peft"):
+        _require(package, "pip install 'bucketrl[learner]'")
+    from bucketrl.rollout_worker.engines.transformers_engine import TransformersEngine
+
+    return TransformersEngine(settings)
+
+
+def _require(package: str, remedy: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"engine: {package} is not installed here; {remedy}")

@@ -1,0 +1,42 @@
+"""What every engine's output must satisfy before anybody trains on it."""
+
+import math
+
+from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion
+
+_ROUNDING = 1e-4
+"""A log-softmax may exceed 0 by rounding; more than this is no log-probability."""
+
+
+def checked_completion(
+    token_ids: tuple[int, ...],
+    logprobs: tuple[float | None, ...],
+    version: int,
+    finish_reason: str | None,
+) -> SampledCompletion:
+    """The completion, all of whose T tokens were sampled by `version`.
+
+    Raises DroppedCompletion if there is nothing to train on or a logprob is missing, not finite or positive
+    (engines return such for tokens with probability near 1 and after numerical trouble).
+    """
+    if finish_reason not in ("stop", "length"):
+        raise DroppedCompletion(f"finish reason {finish_reason}")
+    if not token_ids:
+        raise DroppedCompletion("empty completion")
+    if len(logprobs) != len(token_ids):
+        raise DroppedCompletion("logprob missing")
+    kept: list[float] = []
+    for logprob in logprobs:
+        if logprob is None:
+            raise DroppedCompletion("logprob missing")
+        if not math.isfinite(logprob):
+            raise DroppedCompletion("logprob not finite")
+        if logprob > _ROUNDING:
+            raise DroppedCompletion("logprob positive")
+        kept.append(min(logprob, 0.0))
+    return SampledCompletion(
+        token_ids=token_ids,
+        logprobs=tuple(kept),
+        policy_versions=(version,) * len(token_ids),
+        finish_reason="stop" if finish_reason == "stop" else "length",
+    )

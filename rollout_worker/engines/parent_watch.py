@@ -1,0 +1,34 @@
+"""Ends vLLM's processes when the rollout worker is killed: by themselves they would live on, memory and all.
+
+vLLM imports this module in its worker process (`worker_extension_cls`), which is the moment when the watch
+begins. When the worker process dies, vLLM's engine process stops as well.
+"""
+
+import os
+import select
+import signal
+import threading
+
+PARENT_VARIABLE = "BUCKETRL_ENGINE_PARENT"
+"""Environment variable that holds the process id of the rollout worker."""
+
+
+class ParentWatch:
+    """Adds nothing to vLLM's worker class: naming it makes vLLM import this module."""
+
+
+def _die_with(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        pass
+    else:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
+if _parent != os.getpid():
+    threading.Thread(target=_die_with, args=(_parent,), name="parent watch", daemon=True).start()

@@ -1,0 +1,212 @@
+"""vLLM in process: one LoRA request per policy version, token ids in, token ids and logprobs out.
+
+Written against the public API that vLLM 0.24 to 0.33 share. Speculative decoding stays off: on CPU it
+samples from a wrong distribution at temperature > 0, and the reported logprobs do not show it.
+"""
+
+import importlib.metadata
+import itertools
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bucketrl.bucket.errors import IntegrityError, UserError
+from bucketrl.rollout_worker.blocking import in_thread
+from bucketrl.rollout_worker.engine import SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engines import parent_watch
+from bucketrl.rollout_worker.engines.checks import checked_completion
+from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
+
+logger = logging.getLogger(__name__)
+
+_SPARE_CPU_ADAPTERS = 2
+"""Host slots beyond the GPU's: the version being added, and one whose last requests still run."""
+_CPU_BLOCK_TOKENS = 128
+"""Tokens per KV block of vLLM's CPU attention."""
+_CPU_KV_MIN, _CPU_KV_MAX = 64 << 20, 1 << 30
+"""Bounds of the KV cache that is chosen on CPU when nobody names its size, in bytes."""
+
+
+def _set_environment() -> None:
+    """Must run before vllm is imported. What the user has set stays."""
+    wanted = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The model is a local folder: nothing is to be looked up on a hub.
+        "HF_HUB_OFFLINE": "1",
+        # After a fork the engine hangs once the parent has used torch's threads.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # The default pins every engine of the machine to the same first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if find_spec("flashinfer") is None:
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    os.environ[parent_watch.PARENT_VARIABLE] = str(os.getpid())
+
+
+class VllmEngine:
+    """`Engine` on vLLM's AsyncLLM. It lives in child processes of its own, which end with this process."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._llm: Any = None
+        self._adapters: dict[int, Any] = {}
+        # vLLM caches adapters by id and prefixes by name: neither is ever used twice, not even when a
+        # version is added again after it failed its canary.
+        self._lora_ids = itertools.count(1)
+        self._score_ids = itertools.count()
+        self.name = f"vllm {_installed_version()}"
+
+    async def start(self) -> None:
+        self._llm = await in_thread(self._build)
+
+    def _build(self) -> Any:
+        _set_environment()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings = self._settings
+        on_cpu = current_platform.is_cpu()
+        kv_cache_bytes = settings.kv_cache_bytes
+        if kv_cache_bytes is None and on_cpu:
+            kv_cache_bytes = _cpu_kv_cache_bytes(read_json(settings.model_path / "config.json"), settings)
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=str(settings.model_path),
+                    skip_tokenizer_init=True,
+                    dtype=settings.dtype,
+                    seed=settings.seed,
+                    max_model_len=settings.max_model_len,
+                    max_num_seqs=settings.max_requests,
+                    enable_lora=True,
+                    max_lora_rank=settings.lora_rank,
+                    max_loras=settings.adapter_slots,
+                    max_cpu_loras=settings.adapter_slots + _SPARE_CPU_ADAPTERS,
+                    # Behaviour logprobs are those of the distribution sampled from, temperature included.
+                    logprobs_mode="processed_logprobs",
+                    # The model card's sampling defaults must not apply silently.
+                    generation_config="vllm",
+                    enable_prefix_caching=True,
+                    kv_cache_memory_bytes=kv_cache_bytes,
+                    gpu_memory_utilization=settings.gpu_memory_utilization,
+                    enforce_eager=on_cpu,
+                    disable_log_stats=True,
+                    worker_extension_cls=f"{parent_watch.__name__}.{parent_watch.ParentWatch.__name__}",
+                )
+            )
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"engine: vLLM cannot serve this configuration: {reason[:400]}") from error
+
+    async def add_adapter(self, version: int, folder: Path) -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        lora_id = next(self._lora_ids)
+        request = LoRARequest(f"v{version}-{lora_id}", lora_id, str(folder))
+        try:
+            await self._llm.add_lora(request)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            # The engine process reports every failure of a call as a bare Exception.
+            reason = " ".join(str(error).split())
+            raise IntegrityError(f"vLLM cannot load adapter version {version}: {reason[:400]}") from error
+        self._adapters[version] = request
+
+    async def remove_adapter(self, version: int) -> None:
+        request = self._adapters.pop(version)
+        await self._llm.remove_lora(request.lora_int_id)
+
+    async def generate(self, request: SamplingRequest) -> SampledCompletion:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        adapter = self._adapters[request.policy_version]
+        params = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,
+            stop_token_ids=list(self._settings.stop_token_ids),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+        )
+        output = await self._run(request.prompt_token_ids, params, request.request_id, adapter)
+        drawn = output.outputs[0]
+        token_ids = tuple(drawn.token_ids)
+        return checked_completion(
+            token_ids,
+            tuple(_logprob(row, token) for row, token in zip(drawn.logprobs or (), token_ids, strict=False)),
+            request.policy_version,
+            drawn.finish_reason,
+        )
+
+    async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        adapter = None if version is None else self._adapters[version]
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+        )
+        output = await self._run(token_ids, params, f"score-{next(self._score_ids)}", adapter)
+        # Row 0 belongs to the first token, which nothing precedes.
+        rows = output.prompt_logprobs[1:]
+        scores = [_logprob(row, token) for row, token in zip(rows, token_ids[1:], strict=True)]
+        return [float("nan") if score is None else score for score in scores]
+
+    async def _run(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
+        outputs = self._llm.generate(
+            {"prompt_token_ids": list(token_ids)}, params, request_id, lora_request=adapter
+        )
+        # FINAL_ONLY: exactly one output.
+        [output] = [output async for output in outputs]
+        return output
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await in_thread(llm.shutdown)
+        self._adapters.clear()
+
+
+def _logprob(row: Any, token: int) -> float | None:
+    entry = row.get(token) if row else None
+    return None if entry is None else float(entry.logprob)
+
+
+def _installed_version() -> str:
+    """vLLM's CPU build is a distribution of another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def _cpu_kv_cache_bytes(model: dict[str, Any], settings: EngineSettings) -> int:
+    """KV cache for `max_requests` requests of full length, within bounds, in bytes.
+
+    2 (key and value) x layers x KV heads x head size x bytes per element, per token.
+    """
+    heads = int(model["num_attention_heads"])
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    head_dim = int(model.get("head_dim") or model["hidden_size"] // heads)
+    element = 4 if settings.dtype == "float32" else 2
+    per_token = 2 * int(model["num_hidden_layers"]) * kv_heads * head_dim * element
+    blocks = -(-settings.max_model_len // _CPU_BLOCK_TOKENS)
+    wanted = per_token * blocks * _CPU_BLOCK_TOKENS * settings.max_requests
+    # One request of full length must fit, whatever the upper bound says.
+    return max(min(max(wanted, _CPU_KV_MIN), _CPU_KV_MAX), per_token * (blocks + 1) * _CPU_BLOCK_TOKENS)

@@ -1,0 +1,148 @@
+"""Rewards in processes of their own: one that raises, hangs or dies costs its completion only.
+
+Each process scores one completion at a time in its main thread (verifiers use signal.alarm). After a
+time-out it is killed and another one started; the others go on.
+"""
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from bucketrl.bucket.errors import BucketrlError, UserError
+from bucketrl.rollout_worker.blocking import in_thread
+from bucketrl.tasks.base import FinishReason, Prompt, Reward, Task
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+"""A process imports the task's libraries before it is ready."""
+
+Job = tuple[Prompt, str, FinishReason]
+
+
+class RewardFailed(BucketrlError):
+    """A completion without a reward. The message is the reason; the worker counts it and goes on."""
+
+
+class RewardPool:
+    """`processes` processes that score completions of `task`, each within `timeout_s` seconds."""
+
+    def __init__(self, task: Task, *, processes: int, timeout_s: float) -> None:
+        self._all = [_RewardProcess(task, timeout_s) for _ in range(processes)]
+        self._idle: asyncio.Queue[_RewardProcess] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Raises UserError if the task cannot be loaded in another process."""
+        try:
+            await asyncio.gather(*(in_thread(process.start) for process in self._all))
+        except (EOFError, OSError, TimeoutError) as error:
+            raise UserError(
+                "task: it cannot be loaded in a reward process; see the error above, and make sure that its "
+                "module can be imported there"
+            ) from error
+        for process in self._all:
+            self._idle.put_nowait(process)
+
+    async def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
+        """Raises RewardFailed if there is no finite reward in time."""
+        process = await self._idle.get()
+        try:
+            outcome = await in_thread(process.ask, (prompt, completion, finish_reason))
+        except TimeoutError as error:
+            process.kill()
+            raise RewardFailed(str(error)) from None
+        except (EOFError, OSError) as error:
+            process.kill()
+            raise RewardFailed("reward process died") from error
+        except asyncio.CancelledError:
+            # Its answer must not reach the next completion.
+            process.kill()
+            raise
+        finally:
+            self._idle.put_nowait(process)
+        if isinstance(outcome, str):
+            raise RewardFailed(outcome)
+        if not all(map(math.isfinite, (outcome.total, *outcome.parts.values()))):
+            raise RewardFailed("reward is not finite")
+        return outcome
+
+    async def close(self) -> None:
+        for process in self._all:
+            process.kill()
+
+
+class _RewardProcess:
+    """One process, started on demand and again after `kill`."""
+
+    def __init__(self, task: Task, timeout_s: float) -> None:
+        self._task = task
+        self._timeout_s = timeout_s
+        self._process: SpawnProcess | None = None
+        self._connection: Connection | None = None
+
+    def start(self) -> Connection:
+        """Blocks until it is ready. Raises EOFError, OSError or TimeoutError if it does not come up."""
+        if self._connection is not None:
+            return self._connection
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._task), name="reward", daemon=True)
+        process.start()
+        theirs.close()
+        self._process, self._connection = process, ours
+        if not ours.poll(START_TIMEOUT_S):
+            raise TimeoutError(f"reward process not ready after {START_TIMEOUT_S:.0f} s")
+        ours.recv()
+        return ours
+
+    def ask(self, job: Job) -> Reward | str:
+        """The reward, or why there is none. Blocks. After TimeoutError, EOFError or OSError: `kill` it."""
+        connection = self.start()
+        connection.send(job)
+        if not connection.poll(self._timeout_s):
+            raise TimeoutError(f"reward took more than {self._timeout_s:g} s")
+        outcome: Reward | str = connection.recv()
+        return outcome
+
+    def kill(self) -> None:
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if process is not None:
+            process.kill()
+            process.join()
+        if connection is not None:
+            connection.close()
+
+
+def _serve(connection: Connection, task: Task) -> None:
+    """Main function of a reward process."""
+    # An interrupt from the terminal reaches every process of the group; the worker decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    connection.send("ready")
+    while True:
+        try:
+            prompt, completion, finish_reason = connection.recv()
+        except EOFError:
+            return
+        try:
+            outcome: Reward | str = task.score(prompt, completion, finish_reason)
+            if not isinstance(outcome, Reward):
+                outcome = f"reward is a {type(outcome).__name__}, not a Reward"
+        except Exception as error:  # noqa: BLE001 - a task may raise anything: it costs this completion
+            outcome = f"reward raised {type(error).__name__}: {str(error)[:200]}"
+        connection.send(outcome)
+
+
+def _end_with_parent() -> None:
+    """A worker that is killed cannot end a reward that hangs."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

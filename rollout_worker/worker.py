@@ -1,0 +1,290 @@
+"""The rollout worker: lease, generate, score, upload; many groups at once, each stage in the background.
+
+                 ┌─ feed ──────► ready ──► slot (one group generating each) ──► scoring ──► uploads ──► bucket
+    proxy ◄──────┤   leases                  │ newest version at send                          │
+                 ├─ heartbeats, long poll     ▼                                                 └──► complete
+                 └─ adapters ───────────► engine
+
+`feed` leases ahead of the slots, so that the engine never waits for the proxy, and stops leasing while too
+many groups wait to be uploaded. Whatever ends the worker (the run is finished, a signal, an error), its last
+act is `_shut_down`.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Literal
+
+from bucketrl.api.client import ProxyClient
+from bucketrl.api.messages import RolloutState
+from bucketrl.bucket.errors import IntegrityError
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.records import RunRecord
+from bucketrl.bucket.store import Store
+from bucketrl.bucket.trajectories import encode
+from bucketrl.rollout_worker.adapters import Adapters
+from bucketrl.rollout_worker.blocking import in_thread
+from bucketrl.rollout_worker.counters import Counters
+from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.group import GroupSampler, SampledGroup
+from bucketrl.rollout_worker.heartbeat import Heartbeats
+from bucketrl.rollout_worker.link import ProxyLink
+from bucketrl.rollout_worker.options import WorkerOptions
+from bucketrl.rollout_worker.policy import PolicyWatcher
+from bucketrl.rollout_worker.prompts import Prompts, PromptTooLong, Tokenizer
+from bucketrl.rollout_worker.rewards import RewardPool
+from bucketrl.rollout_worker.uploads import PARALLEL, Upload, Uploads
+from bucketrl.rollout_worker.work import Work, WorkSource
+from bucketrl.tasks.base import Task, TaskError
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKLOG = 64
+"""Groups generated and not uploaded; no more are leased beyond that, which bounds memory."""
+RELEASE_SHARE = 0.1
+"""Part of the grace period that is kept for learning what is held, and again for giving leases back."""
+
+EndReason = Literal["finished", "drained"]
+
+
+class RolloutWorker:
+    """Runs until the run is finished or `stop` is called. Made inside the event loop that runs it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: RunRecord,
+        task: Task,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        rewards: RewardPool,
+        client: ProxyClient,
+        options: WorkerOptions,
+        folder: Path,
+    ) -> None:
+        """`engine` and `rewards` have not been started; `folder` is private to this worker."""
+        worker_id = options.worker_id
+        self._options = options
+        self._ahead = 1 + options.max_groups_in_flight // 4
+        # A worker that starts again under its old id must not write under an old key.
+        self._incarnation = secrets.token_hex(3)
+        self._attempts = itertools.count()
+        self._ready: asyncio.Queue[Work] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        self._busy = 0
+        self._complete: set[Work] = set()
+        """Groups whose completions are all drawn and which are not in the bucket yet."""
+        self._state: Literal["starting", "running", "draining"] = "starting"
+        self._starting = "starting the engine"
+        self._producers: set[asyncio.Task[None]] = set()
+        self._others: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[EndReason] = asyncio.get_running_loop().create_future()
+
+        def finished() -> None:
+            self.stop("finished")
+
+        # Seeded differently in each worker: those that start at one moment must not stay in step.
+        rng = random.Random(secrets.randbits(64))
+        link = ProxyLink(client)
+        self.counters = Counters()
+        self._engine = engine
+        self._rewards = rewards
+        self._policy = PolicyWatcher(link, LogReader(store, run), run, rng=rng, on_finished=finished)
+        self._adapters = Adapters(engine, store, run, folder, rng=rng)
+        self._source = WorkSource(link, store, run, self._policy, worker_id, rng=rng, on_finished=finished)
+        prompts = Prompts(task, tokenizer, run.config)
+        self._sampler = GroupSampler(engine, self._adapters, prompts, rewards, run, worker_id, self.counters)
+        self._uploads = Uploads(store, link, worker_id, rng=rng, on_uploaded=self._uploaded)
+        self._heartbeats = Heartbeats(
+            link, self._snapshot, on_finished=finished, on_drain=lambda: self.stop("drained")
+        )
+
+    def stop(self, reason: EndReason) -> None:
+        """Ends `run`; the first reason counts."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+
+    async def run(self) -> EndReason:
+        """Raises the first error of any part: UserError, or what an engine that died raises."""
+        reason: EndReason | None = None
+        try:
+            self._spawn(self._heartbeats.run(), self._others)
+            for _ in range(PARALLEL):
+                self._spawn(self._uploads.serve(), self._others)
+            for follow in (self._policy.follow_proxy(), self._policy.follow_log(), self._produce()):
+                self._spawn(follow, self._producers)
+            reason = await self._ended
+        finally:
+            await self._shut_down(finished=reason == "finished")
+        return reason
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+
+        def finished(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
+                self._ended.set_exception(error)
+
+        task.add_done_callback(finished)
+
+    async def _produce(self) -> None:
+        await asyncio.gather(self._engine.start(), self._rewards.start())
+        self._starting = "waiting for the first policy version"
+        self._spawn(self._adapters.keep_current(self._policy), self._producers)
+        await self._adapters.wait_for(0)
+        self._state = "running"
+        for _ in range(self._options.max_groups_in_flight):
+            self._spawn(self._slot(), self._producers)
+        self._spawn(self._feed(), self._producers)
+
+    # ---- the pipeline
+
+    async def _feed(self) -> None:
+        while True:
+            while (room := self._room()) <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+            for work in await self._source.take(room, self._adapters.newest):
+                self._ready.put_nowait(work)
+
+    def _room(self) -> int:
+        """Groups to lease now: for every free slot, and some ahead."""
+        if len(self._complete) >= MAX_BACKLOG:
+            return 0
+        return self._options.max_groups_in_flight - self._busy + self._ahead - self._ready.qsize()
+
+    async def _slot(self) -> None:
+        while True:
+            work = await self._ready.get()
+            self._busy += 1
+            try:
+                await self._sample(work)
+            finally:
+                self._busy -= 1
+                self._changed.set()
+
+    async def _sample(self, work: Work) -> None:
+        attempt = f"{self._options.worker_id}-{self._incarnation}-{next(self._attempts)}"
+        self._changed.set()
+        try:
+            group = await self._sampler.sample(work, attempt)
+        except (PromptTooLong, TaskError) as error:
+            self._fail(work, str(error), hopeless=True)
+        except TimeoutError:
+            reason = f"policy version {work.policy_version} was not loaded within the lease time"
+            self._fail(work, reason, hopeless=False)
+        else:
+            self._complete.add(work)
+            self._spawn(self._finish(group), self._others)
+
+    async def _finish(self, sampled: SampledGroup) -> None:
+        work = sampled.work
+        try:
+            group = await self._sampler.finish(sampled)
+            if group is None:
+                reason = f"fewer than 2 completions survived; last reason: {self.counters.last_problem}"
+                self._fail(work, reason, hopeless=False)
+                return
+            data = await in_thread(encode, group)
+        except IntegrityError as error:
+            self._fail(work, str(error), hopeless=False)
+            return
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        tokens = sum(len(trajectory.completion_token_ids) for trajectory in group.trajectories)
+        self._uploads.submit(Upload(work, sampled.attempt, data, tokens, sum(rewards) / len(rewards)))
+
+    def _uploaded(self, work: Work) -> None:
+        """The group is in the bucket."""
+        self._complete.discard(work)
+        self._source.done(work)
+        self.counters.groups_uploaded += 1
+        self._changed.set()
+
+    def _fail(self, work: Work, reason: str, *, hopeless: bool) -> None:
+        self._complete.discard(work)
+        self._changed.set()
+        self.counters.groups_failed += 1
+        self.counters.last_problem = reason
+        logger.error("group %s given back: %s", work.group_id, reason)
+        self._spawn(self._source.fail(work, hopeless=hopeless), self._producers)
+
+    # ---- what others see
+
+    def _snapshot(self) -> RolloutState:
+        counters = self.counters
+        return RolloutState(
+            worker_id=self._options.worker_id,
+            engine=self._engine.name,
+            loaded_version=self._adapters.newest,
+            leases=self._source.held_leases(),
+            running_requests=counters.running_requests,
+            tokens_generated=counters.tokens_generated,
+            groups_uploaded=counters.groups_uploaded,
+            completions_dropped=counters.dropped.total(),
+            mean_completion_tokens=counters.mean_completion_tokens(),
+            state=self._state,
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        counters = self.counters
+        if self._state == "starting":
+            return self._starting
+        if self._adapters.problem:
+            return self._adapters.problem[:300]
+        if self._uploads.waiting > PARALLEL:
+            return f"{self._uploads.waiting} groups wait for upload"
+        if counters.groups_failed:
+            return f"{counters.groups_failed} groups failed: {counters.last_problem}"[:300]
+        return ""
+
+    # ---- the end
+
+    async def _shut_down(self, *, finished: bool) -> None:
+        """Takes no more work, uploads the groups whose completions are all drawn, gives the rest back.
+
+        Within the grace period; after the last step nothing is worth uploading.
+        """
+        self._state = "draining"
+        await _cancel(self._producers)
+        closing = asyncio.create_task(self._engine.close())
+        if not finished:
+            reserve = self._options.grace_s * RELEASE_SHARE
+            await self._source.settle(reserve)
+            idle = [work for work in self._source.held.values() if work not in self._complete]
+            giving = asyncio.gather(*map(self._source.give_back, idle))
+            if not await _in_time(self._drain(), self._options.grace_s - 2 * reserve):
+                logger.warning("grace period over: %d complete groups not uploaded", len(self._complete))
+            late = asyncio.gather(*map(self._source.give_back, list(self._complete)))
+            await _in_time(asyncio.gather(giving, late), reserve)
+        await self._rewards.close()
+        await _in_time(closing, self._options.grace_s)
+        await _cancel(self._others)
+
+    async def _drain(self) -> None:
+        """Until every complete group is in the bucket or has failed."""
+        while self._complete:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+async def _in_time(work: Coroutine[Any, Any, Any] | asyncio.Future[Any], seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancels all and lets them clean up; none of them is waited for longer than a second."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=1.0)

@@ -1,0 +1,124 @@
+"""The `[task]` table of a run's configuration, one class for each kind. Unknown keys are refused."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from bucketrl.tasks.answers import AnswerRule
+from bucketrl.tasks.base import TaskError
+
+KINDS = ("reasoning_gym", "jsonl", "arithmetic")
+
+Size = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 30)]
+Verifier = Literal["math_verify", "number", "exact"]
+FunctionName = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Example(Section):
+    """A few-shot example: one user and one assistant message in front of the question."""
+
+    question: str
+    answer: str
+    """The whole reply, not only what the answer rule finds in it."""
+
+
+class CommonConfig(Section):
+    """What every kind of task has."""
+
+    template: str = "{question}"
+    """The user message; `{question}` is replaced, in few-shot examples too."""
+    system: str = ""
+    """The system message; empty for none (the chat template may add its own)."""
+    few_shot: tuple[Example, ...] = ()
+    answer_rule: AnswerRule = "whole"
+    """Where the answer stands in a completion (`tasks.answers`)."""
+    reward: FunctionName = ""
+    """`module:function`, an importable reward in place of the verifier (`tasks.custom`)."""
+
+    @model_validator(mode="after")
+    def _template_asks(self) -> Self:
+        if "{question}" not in self.template:
+            raise ValueError("template has no {question}; put it where the question belongs")
+        return self
+
+
+class ReasoningGymConfig(CommonConfig):
+    """A generator of reasoning-gym with its own verifier."""
+
+    kind: Literal["reasoning_gym"]
+    dataset: str
+    """`chain_sum`, `gcd`, ...: a name registered in reasoning-gym."""
+    params: dict[str, Any] = {}
+    """Settings of the generator, `size` and `seed` excepted."""
+    train_size: Size = 10_000
+    heldout_size: Size = 200
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _size_and_seed_are_ours(self) -> Self:
+        for name in ("size", "seed"):
+            if name in self.params:
+                raise ValueError(f"params.{name} is not allowed; use train_size, heldout_size and seed")
+        return self
+
+
+class JsonlConfig(CommonConfig):
+    """Question and answer rows, one JSON object a line."""
+
+    kind: Literal["jsonl"]
+    path: str
+    """A file, relative to the working directory, or any URL that fsspec opens. All machines read it."""
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Digest of the file; if given, other contents are refused."""
+    prompt_field: str = "question"
+    answer_field: str = "answer"
+    heldout_size: Size
+    """Distinct questions set aside; their rows are never trained on."""
+    seed: Seed = 0
+    """Chooses the held-out questions."""
+    verifier: Verifier = "math_verify"
+
+
+class ArithmeticConfig(CommonConfig):
+    """Sums of random integers: `47+8-31`."""
+
+    kind: Literal["arithmetic"]
+    terms: Annotated[int, Field(ge=2, le=8)] = 2
+    max_operand: Annotated[int, Field(ge=1, le=10**9)] = 99
+    operators: Literal["+", "-", "+-"] = "+"
+    train_size: Size = 10_000
+    heldout_size: Size = 200
+    seed: Seed = 0
+
+
+TaskConfig = Annotated[ReasoningGymConfig | JsonlConfig | ArithmeticConfig, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[ReasoningGymConfig | JsonlConfig | ArithmeticConfig] = TypeAdapter(TaskConfig)
+
+
+def parse_task_config(settings: dict[str, Any]) -> ReasoningGymConfig | JsonlConfig | ArithmeticConfig:
+    """Raises TaskError that names the first wrong field."""
+    try:
+        return _ADAPTER.validate_python(settings)
+    except ValidationError as error:
+        raise TaskError(_one_line(error, settings)) from None
+
+
+def _one_line(error: ValidationError, settings: dict[str, Any]) -> str:
+    first = error.errors()[0]
+    if first["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        found = f"{settings['kind']!r} is unknown" if "kind" in settings else "is missing"
+        return f"task.kind {found}; use one of {', '.join(KINDS)}"
+    # Pydantic puts the discriminator's value in front of the field's name.
+    path = ".".join(["task", *(str(part) for part in first["loc"][1:])])
+    if first["type"] == "extra_forbidden":
+        return f"{path} is unknown; remove it or correct its spelling"
+    if first["type"] == "missing":
+        return f"{path} is missing"
+    if first["type"] == "value_error":
+        return f"{path}: {first['ctx']['error']}"
+    return f"{path}: {first['msg']}, found {first['input']!r}"

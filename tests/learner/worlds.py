@@ -1,0 +1,173 @@
+"""What the learner's tests are made of: a tiny random model, a run, trajectories sampled by transformers."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from bucketrl.bucket.config import RunConfig
+from bucketrl.bucket.keys import GroupId
+from bucketrl.bucket.records import ModelIdentity, RunRecord
+from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
+
+VOCAB = 64
+END = 1
+PROMPTS_PER_EPOCH = 10
+RUN_ID = "run-of-the-tests"
+
+DEFAULTS: dict[str, Any] = {
+    "name": "tests",
+    "seed": 7,
+    "model": {"id": "tiny-random"},
+    "lora": {"rank": 8, "alpha": 16.0},
+    "task": {"kind": "arithmetic"},
+    "sampling": {"group_size": 4, "max_tokens": 6, "temperature": 0.8},
+    "algorithm": {"steps": 4, "groups_per_step": 2, "max_staleness": 4, "learning_rate": 5e-3},
+    "rollout": {"max_model_len": 32},
+    "learner": {"tokens_per_microbatch": 40},
+}
+
+
+def make_config(**sections: Any) -> RunConfig:
+    """DEFAULTS, with some keys of some sections replaced."""
+    merged = {
+        name: value | sections.get(name, {}) if isinstance(value, dict) else sections.get(name, value)
+        for name, value in DEFAULTS.items()
+    }
+    return RunConfig.model_validate(merged)
+
+
+def make_run(config: RunConfig | None = None) -> RunRecord:
+    return RunRecord(
+        run_id=RUN_ID,
+        created_at="2026-01-01T00:00:00Z",
+        bucketrl_version="0",
+        config=config or make_config(),
+        model=ModelIdentity(weights_sha256="0" * 64, tokenizer_sha256="0" * 64),
+        prompts_per_epoch=PROMPTS_PER_EPOCH,
+        write_id="run",
+    )
+
+
+def save_tiny_model(folder: Path, **changes: Any) -> Path:
+    """A seeded random Qwen3 of 0.1 M parameters."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": END,
+        "pad_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        Qwen3ForCausalLM(Qwen3Config(**(settings | changes))).save_pretrained(folder)
+    return folder
+
+
+def stock_model(model_folder: Path, adapter_folder: Path) -> Any:
+    """Base and adapter as transformers and PEFT load them: independent of the learner's own forward."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="sdpa")
+    return PeftModel.from_pretrained(base, str(adapter_folder)).eval()
+
+
+def count_even(tokens: Sequence[int]) -> float:
+    """A reward that a policy can raise and that differs within most groups."""
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+
+@torch.no_grad()
+def sample_group(
+    model: Any,
+    ordinal: int,
+    *,
+    config: RunConfig,
+    version: int,
+    reward: Callable[[Sequence[int]], float] = count_even,
+    attempt: str = "worker-0-1",
+) -> TrajectoryGroup:
+    """Draws a group with `model`, as a rollout worker would; deterministic in `ordinal`."""
+    sampling = config.sampling
+    generator = torch.Generator().manual_seed(ordinal)
+    prompt = tuple(torch.randint(2, VOCAB, (3 + ordinal % 4,), generator=generator).tolist())
+    ids = torch.tensor([prompt] * sampling.group_size)
+    logprobs = torch.empty(sampling.group_size, 0)
+    for _ in range(sampling.max_tokens):
+        log_softmax = torch.log_softmax(model(input_ids=ids).logits[:, -1] / sampling.temperature, dim=-1)
+        drawn = torch.multinomial(log_softmax.exp(), 1, generator=generator)
+        ids = torch.cat([ids, drawn], dim=1)
+        logprobs = torch.cat([logprobs, log_softmax.gather(1, drawn)], dim=1)
+    completions = [_until_end(row) for row in ids[:, len(prompt) :].tolist()]
+    return make_group(
+        ordinal,
+        prompt=prompt,
+        completions=completions,
+        logprobs=[row[: len(c)] for row, c in zip(logprobs.tolist(), completions, strict=True)],
+        rewards=[reward(completion) for completion in completions],
+        version=version,
+        attempt=attempt,
+    )
+
+
+def _until_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(END) + 1] if END in tokens else tokens
+
+
+def make_group(
+    ordinal: int,
+    *,
+    rewards: Sequence[float],
+    prompt: Sequence[int] = (5, 6, 7),
+    completions: Sequence[Sequence[int]] | None = None,
+    logprobs: Sequence[Sequence[float]] | None = None,
+    version: int = 0,
+    attempt: str = "worker-0-1",
+) -> TrajectoryGroup:
+    """A group by hand; by default each completion is three tokens."""
+    group_id = str(GroupId.from_ordinal(ordinal, PROMPTS_PER_EPOCH))
+    completions = completions or [(8 + i, 9, 10) for i in range(len(rewards))]
+    logprobs = logprobs or [[-1.0] * len(completion) for completion in completions]
+    trajectories = [
+        Trajectory(
+            sample=i,
+            prompt_token_ids=tuple(prompt),
+            completion_token_ids=tuple(completion),
+            behaviour_logprobs=tuple(logprobs[i]),
+            policy_versions=(version,) * len(completion),
+            loss_mask=(True,) * len(completion),
+            reward=rewards[i],
+            reward_parts={"correct": float(rewards[i] > 0.5)},
+            finish_reason="stop" if completion[-1] == END else "length",
+            seed=i,
+            started_at="2026-01-01T00:00:00Z",
+            seconds=0.1,
+            completion_text="",
+        )
+        for i, completion in enumerate(completions)
+    ]
+    return TrajectoryGroup(
+        run_id=RUN_ID,
+        group_id=group_id,
+        attempt=attempt,
+        worker_id="worker-0",
+        engine="tests",
+        prompt_text="",
+        trajectories=tuple(trajectories),
+    )
+
+
+def replace_first(group: TrajectoryGroup, **changes: Any) -> TrajectoryGroup:
+    """`group` with fields of its first trajectory changed."""
+    first, *others = group.trajectories
+    return dataclasses.replace(group, trajectories=(dataclasses.replace(first, **changes), *others))

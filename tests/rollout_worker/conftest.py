@@ -1,0 +1,104 @@
+"""A worker on fakes, with waits shortened so that outages pass in a fraction of a second."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketrl.bucket.records import RunRecord
+from bucketrl.rollout_worker import adapters, heartbeat, link, policy, uploads, work
+from bucketrl.rollout_worker.options import WorkerOptions
+from bucketrl.rollout_worker.worker import EndReason, RolloutWorker
+
+from .fakes import (
+    FakeEngine,
+    FakeLearner,
+    FakeProxy,
+    FakeRewards,
+    FakeTask,
+    FakeTokenizer,
+    FlakyStore,
+    make_run,
+)
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, seconds in (
+        (adapters, "RETRY_S", 0.02),
+        (heartbeat, "HEARTBEAT_S", 0.05),
+        (link, "OUTAGE_S", 0.3),
+        (policy, "RETRY_S", 0.02),
+        (policy, "LOG_POLL_S", 0.05),
+        (uploads, "RETRY_S", 0.02),
+        (uploads, "RETRY_CAP_S", 0.1),
+        (work, "RETRY_S", 0.02),
+        (work, "ALONE_PERIOD_S", 0.1),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+
+
+class World:
+    """A bucket, a learner, a proxy and what one worker needs."""
+
+    def __init__(self, folder: Path, run: RunRecord) -> None:
+        self.run = run
+        self.folder = folder
+        self.store = FlakyStore()
+        self.learner = FakeLearner(self.store, run, folder)
+        self.proxy = FakeProxy(self.learner)
+        self.engine = FakeEngine()
+        self.task = FakeTask()
+        self.tokenizer = FakeTokenizer()
+
+    def worker(self, **options: Any) -> RolloutWorker:
+        local = self.folder / "local"
+        local.mkdir(exist_ok=True)
+        return RolloutWorker(
+            self.store,
+            self.run,
+            self.task,
+            self.tokenizer,
+            self.engine,
+            FakeRewards(self.task),  # type: ignore[arg-type]
+            self.proxy,  # type: ignore[arg-type]
+            WorkerOptions(**({"worker_id": "w0", "cache_dir": local, "max_groups_in_flight": 4} | options)),
+            local,
+        )
+
+    @asynccontextmanager
+    async def working(self, **options: Any) -> AsyncIterator["Working"]:
+        """A running worker; it is stopped at the end if it has not ended by itself."""
+        worker = self.worker(**options)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield Working(worker, task)
+        finally:
+            worker.stop("drained")
+            if not task.done():
+                await task
+
+
+class Working:
+    def __init__(self, worker: RolloutWorker, task: "asyncio.Task[EndReason]") -> None:
+        self.worker = worker
+        self.task = task
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Callable[..., World]:
+    def make(**sections: Any) -> World:
+        return World(tmp_path, make_run(**sections))
+
+    return make
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """With version 0 committed."""
+    world = make_world()
+    world.learner.commit()
+    return world

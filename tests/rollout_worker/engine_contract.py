@@ -1,0 +1,196 @@
+"""What every engine must do, inherited by the test of each one. Compared with transformers and PEFT alone."""
+
+import asyncio
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bucketrl.rollout_worker.engine import Engine, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engines.settings import EngineSettings
+
+from .tiny_model import END_OF_TURN, EOS, RANK, ReferencePolicy, save_adapter, save_model
+
+TOLERANCE = 1e-3
+PROMPT = (10, 20, 30, 40, 50)
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model folder, three adapter folders and the policies that they define."""
+
+    model: Path
+    adapters: dict[int, Path]
+    base: ReferencePolicy
+    policies: dict[int, ReferencePolicy]
+
+
+def make_setting(folder: Path) -> Setting:
+    model = save_model(folder / "model")
+    adapters = {version: save_adapter(model, folder / f"adapter{version}", version) for version in (1, 2, 3)}
+    return Setting(
+        model,
+        adapters,
+        ReferencePolicy(model, None),
+        {version: ReferencePolicy(model, path) for version, path in adapters.items()},
+    )
+
+
+def make_settings(model: Path) -> EngineSettings:
+    return EngineSettings(
+        model_path=model,
+        dtype="float32",
+        max_model_len=512,
+        lora_rank=RANK,
+        adapter_slots=2,
+        max_requests=64,
+        stop_token_ids=(EOS, END_OF_TURN),
+        seed=0,
+        kv_cache_bytes=64 << 20,
+    )
+
+
+def request(
+    version: int,
+    seed: int,
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int = 24,
+    temperature: float = 1.0,
+) -> SamplingRequest:
+    return SamplingRequest(f"test-{next(_ids)}", prompt, max_tokens, temperature, seed, version)
+
+
+def mismatch(
+    policy: ReferencePolicy, prompt: tuple[int, ...], drawn: SampledCompletion, temperature: float
+) -> float:
+    """Largest difference between the engine's logprobs and the reference's."""
+    expected = policy(prompt + drawn.token_ids, temperature).logprobs[len(prompt) - 1 :]
+    return max(abs(a - b) for a, b in zip(expected, drawn.logprobs, strict=True))
+
+
+class EngineContract:
+    """Needs the module fixtures `engine` (versions 1 and 2 added) and `setting`."""
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_logprobs_are_those_of_the_policy_that_sampled(
+        self, engine: Engine, setting: Setting, temperature: float
+    ) -> None:
+        """For a batch of both versions and of prompts of different lengths, temperature applied."""
+        requests = [
+            request(1 + n % 2, seed=n, prompt=tuple(range(3, 6 + n)), temperature=temperature)
+            for n in range(16)
+        ]
+        drawn = await asyncio.gather(*(engine.generate(r) for r in requests))
+        for asked, got in zip(requests, drawn, strict=True):
+            own, other = asked.policy_version, 3 - asked.policy_version
+            assert got.policy_versions == (own,) * len(got.token_ids)
+            assert mismatch(setting.policies[own], asked.prompt_token_ids, got, temperature) < TOLERANCE
+            if len(got.token_ids) > 4:
+                assert (
+                    mismatch(setting.policies[other], asked.prompt_token_ids, got, temperature)
+                    > 10 * TOLERANCE
+                )
+
+    async def test_a_request_alone_gets_the_same_logprobs_as_in_a_batch(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        got = await engine.generate(request(2, seed=5))
+        assert mismatch(setting.policies[2], PROMPT, got, 1.0) < TOLERANCE
+
+    async def test_tokens_are_drawn_from_the_distribution_that_is_reported(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        """The mean of -log p(token) - entropy is 0 for exact sampling, whatever the policy."""
+        drawn = await asyncio.gather(*(engine.generate(request(1, seed=1000 + n)) for n in range(64)))
+        surprises = []
+        for got in drawn:
+            reference = setting.policies[1](PROMPT + got.token_ids)
+            entropies = reference.entropies[len(PROMPT) - 1 :]
+            surprises += [-p - h for p, h in zip(got.logprobs, entropies, strict=True)]
+        mean = sum(surprises) / len(surprises)
+        deviation = math.sqrt(sum((s - mean) ** 2 for s in surprises) / len(surprises))
+        assert abs(mean) < 4.5 * deviation / math.sqrt(len(surprises))
+
+    async def test_sampling_defaults_of_the_model_card_do_not_apply(self, engine: Engine) -> None:
+        """generation_config.json says top_k 2 and temperature 0.01."""
+        drawn = await asyncio.gather(*(engine.generate(request(1, seed=n, max_tokens=1)) for n in range(32)))
+        assert len({got.token_ids[0] for got in drawn}) > 2
+
+    async def test_the_end_token_is_part_of_the_completion(self, engine: Engine) -> None:
+        """Both end tokens of the model stop; nothing follows them; without one the reason is `length`."""
+        drawn = await asyncio.gather(
+            *(engine.generate(request(1, seed=n, max_tokens=64, temperature=2.0)) for n in range(64))
+        )
+        ends = {EOS, END_OF_TURN}
+        for got in drawn:
+            assert not ends & set(got.token_ids[:-1])
+            assert (got.token_ids[-1] in ends) == (got.finish_reason == "stop")
+            if got.finish_reason == "length":
+                assert len(got.token_ids) == 64
+        assert {got.token_ids[-1] for got in drawn if got.finish_reason == "stop"} == ends
+
+    async def test_the_seed_decides_the_completion(self, engine: Engine) -> None:
+        first, same, other = [await engine.generate(request(1, seed=seed)) for seed in (7, 7, 8)]
+        assert first.token_ids == same.token_ids
+        assert first.token_ids != other.token_ids
+
+    async def test_temperature_zero_takes_the_most_likely_tokens(self, engine: Engine) -> None:
+        drawn = [await engine.generate(request(1, seed=seed, temperature=0.0)) for seed in (1, 2)]
+        assert drawn[0].token_ids == drawn[1].token_ids
+
+    async def test_an_unknown_version_is_refused(self, engine: Engine) -> None:
+        with pytest.raises(KeyError):
+            await engine.generate(request(99, seed=0))
+        with pytest.raises(KeyError):
+            await engine.score(PROMPT, 99)
+
+    async def test_scores_are_those_of_the_base_and_of_each_version(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        tokens = tuple(range(5, 29))
+        for version in (None, 1, 2, None):
+            policy = setting.base if version is None else setting.policies[version]
+            got = await engine.score(tokens, version)
+            expected = policy(tokens).logprobs
+            assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) < TOLERANCE
+
+    async def test_a_version_added_under_way_neither_waits_nor_disturbs(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        running = [
+            asyncio.create_task(engine.generate(request(1, seed=n, max_tokens=400))) for n in range(16)
+        ]
+        await asyncio.sleep(0.2)
+        await engine.add_adapter(3, setting.adapters[3])
+        fresh = await engine.generate(request(3, seed=0, max_tokens=4))
+        assert not all(task.done() for task in running)
+        assert mismatch(setting.policies[3], PROMPT, fresh, 1.0) < TOLERANCE
+        for got in await asyncio.gather(*running):
+            assert mismatch(setting.policies[1], PROMPT, got, 1.0) < TOLERANCE
+        await engine.remove_adapter(3)
+
+    async def test_a_version_added_again_serves_the_new_files(self, engine: Engine, setting: Setting) -> None:
+        """No adapter cache and no prefix cache (the prompt is longer than a KV block) holds on to the old."""
+        prompt = tuple(3 + n % 90 for n in range(200))
+        for source in (1, 2):
+            await engine.add_adapter(3, setting.adapters[source])
+            got = await engine.generate(request(3, seed=1, prompt=prompt))
+            assert mismatch(setting.policies[source], prompt, got, 1.0) < TOLERANCE
+            await engine.remove_adapter(3)
+            with pytest.raises(KeyError):
+                await engine.generate(request(3, seed=1))
+
+    async def test_cancelling_aborts_one_request_only(self, engine: Engine, setting: Setting) -> None:
+        *doomed, kept = (
+            asyncio.create_task(engine.generate(request(2, seed=n, max_tokens=400))) for n in range(9)
+        )
+        await asyncio.sleep(0.05)
+        for task in doomed:
+            task.cancel()
+        outcomes = await asyncio.gather(*doomed, return_exceptions=True)
+        assert any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        assert mismatch(setting.policies[2], PROMPT, await kept, 1.0) < TOLERANCE

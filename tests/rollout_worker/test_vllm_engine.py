@@ -1,0 +1,48 @@
+"""vLLM keeps the engine contract. One engine start (about 30 s) for the whole module."""
+
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from bucketrl.bucket.errors import IntegrityError
+from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.engines import create_engine
+
+from .engine_contract import EngineContract, Setting, make_setting, make_settings
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    return make_setting(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(setting: Setting) -> AsyncIterator[Engine]:
+    engine = create_engine("auto", make_settings(setting.model))
+    assert engine.name.startswith("vllm ")
+    await engine.start()
+    for version in (1, 2):
+        await engine.add_adapter(version, setting.adapters[version])
+    yield engine
+    await engine.close()
+
+
+class TestVllmEngine(EngineContract):
+    async def test_a_broken_adapter_is_refused_and_the_others_stay(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(IntegrityError, match="version 8"):
+            await engine.add_adapter(8, tmp_path)
+        with pytest.raises(KeyError):
+            await engine.score((1, 2, 3), 8)
+        assert len(await engine.score((1, 2, 3), 1)) == 2
