@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from bucketrl.api.errors import ProxyRefused, ProxyUnavailable
 from bucketrl.api.messages import (
     Completion,
     Heartbeat,
@@ -21,22 +22,12 @@ from bucketrl.api.messages import (
     WorkerSummary,
 )
 
+__all__ = ["ProxyClient", "ProxyRefused", "ProxyUnavailable"]
+
 M = TypeVar("M", bound=Message)
 
 LONG_POLL_MARGIN_S = 10.0
 """How much longer than the proxy's promise a long poll may take."""
-
-
-class ProxyUnavailable(Exception):
-    """The proxy is down, unreachable or overloaded: the call may succeed later."""
-
-
-class ProxyRefused(Exception):
-    """The proxy answered that this request is wrong; repeating it is of no use."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ProxyClient:

@@ -92,7 +92,8 @@ class WorkSource:
     async def settle(self, seconds: float) -> None:
         """After `take` was cancelled: until `held` has all that was granted."""
         if self._asking is not None:
-            await asyncio.wait([self._asking], timeout=seconds)
+            # Its failure no longer matters to anybody.
+            await asyncio.wait([asyncio.gather(self._asking, return_exceptions=True)], timeout=seconds)
 
     async def _lease(self, count: int, loaded_version: int) -> list[Work]:
         request = LeaseRequest(worker_id=self._worker_id, max_groups=count, loaded_version=loaded_version)

@@ -9,6 +9,9 @@ from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker.prompts import Tokenizer
 
+MAX_TEMPERATURE = 2.0
+"""vLLM's bound, held for every engine so that a run does not depend on which one a machine has."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -47,6 +50,11 @@ def engine_settings(
         raise UserError(
             f"rollout.max_model_len: {config.rollout.max_model_len} exceeds the model's "
             f"{longest} positions; choose at most {longest}"
+        )
+    if config.sampling.temperature > MAX_TEMPERATURE:
+        raise UserError(
+            f"sampling.temperature: {config.sampling.temperature:g} is more than engines accept; choose at "
+            f"most {MAX_TEMPERATURE:g}"
         )
     return EngineSettings(
         model_path=model_path,

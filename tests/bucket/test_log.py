@@ -194,6 +194,29 @@ def test_a_pending_record_that_a_newer_learner_built_upon_was_committed(memory: 
         append(old)
 
 
+def test_a_pending_record_whose_place_was_taken_is_fenced(memory: Store) -> None:
+    """Also if the learner has looked at the log between the two attempts."""
+    down = False
+
+    def create(key: str, data: bytes) -> bytes | None:
+        if down:
+            raise StoreError("connection refused")
+        return create_in(memory)(key, data)
+
+    reader = LogReader(memory, run_record())
+    old = writer_on(memory, "old", create, reader)
+    old.start("learner-old")
+    down = True
+    with pytest.raises(StoreError):
+        append(old)
+    down = False
+    writer_on(memory, "new").start("learner-new")
+    reader.refresh()
+    with pytest.raises(Fenced):
+        append(old)
+    assert [record.kind for record in records_in(memory)] == ["start", "start"]
+
+
 def test_two_learners_with_one_epoch_are_reported(memory: Store) -> None:
     """A machine image that was restored twice; or a store without exclusive creates."""
     first = writer_on(memory, "first")
@@ -352,6 +375,11 @@ class CountingStore:
         return call
 
 
+FAULTS = st.lists(
+    st.sampled_from(["request lost", "reply lost", "own object reported", "delayed"]), max_size=1
+)
+
+
 class Interleavings(RuleBasedStateMachine):
     """Up to three learners at a time on one store that loses requests, loses replies and delays writes."""
 
@@ -378,7 +406,7 @@ class Interleavings(RuleBasedStateMachine):
         outcome = self.create(key, data)
         if fault == "reply lost":
             raise StoreError(fault)
-        return outcome
+        return self.store.get(key) if fault == "own object reported" else outcome
 
     @rule(target=writers)
     def new_learner(self) -> LogWriter:
@@ -387,7 +415,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(
         writer=writers,
-        faults=st.lists(st.sampled_from(["request lost", "reply lost", "delayed"]), max_size=1),
+        faults=FAULTS,
     )
     def start(self, writer: LogWriter, faults: list[str]) -> None:
         self.faults = faults
@@ -403,7 +431,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(
         writer=writers,
         ordinals=st.sets(st.integers(0, 11), min_size=1, max_size=2),
-        faults=st.lists(st.sampled_from(["request lost", "reply lost", "delayed"]), max_size=1),
+        faults=FAULTS,
     )
     def step(self, writer: LogWriter, ordinals: set[int], faults: list[str]) -> None:
         if writer.epoch == 0:
@@ -425,6 +453,11 @@ class Interleavings(RuleBasedStateMachine):
             pass
         else:
             assert self.store.get(keys.log(record.seq)) == record.encode()
+
+    @rule(writer=writers)
+    def look(self, writer: LogWriter) -> None:
+        """The learner reads the log at any moment, say for its heartbeat."""
+        writer._reader.refresh()
 
     @precondition(lambda self: self.delayed)
     @rule(data=st.data())

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.learner.worlds import RUN_ID, make_config, make_group
 
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.learner import checkpoint
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
 from bucketrl.learner.trainer import Trainer
-from tests.learner.worlds import RUN_ID, make_config, make_group
 
 CPU = torch.device("cpu")
 GROUPS = [make_group(ordinal, rewards=[0.0, 1.0, 0.25]) for ordinal in range(2)]

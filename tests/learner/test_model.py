@@ -5,12 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
-from bucketrl.bucket.errors import UserError
-from bucketrl.learner.model import PolicyModel
-from bucketrl.learner.packing import pack, sequences
-from bucketrl.learner.publish import probe_tokens, save_adapter
 from tests.learner.worlds import (
     VOCAB,
     make_config,
@@ -19,6 +13,12 @@ from tests.learner.worlds import (
     save_tiny_model,
     stock_model,
 )
+from transformers import AutoModelForCausalLM
+
+from bucketrl.bucket.errors import UserError
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.packing import pack, sequences
+from bucketrl.learner.publish import probe_tokens, save_adapter
 
 CPU = torch.device("cpu")
 

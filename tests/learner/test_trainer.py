@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 import torch
+from tests.learner.worlds import make_config, replace_first, sample_group, stock_model
 
 from bucketrl.bucket.config import AlgorithmConfig, RunConfig
 from bucketrl.bucket.errors import UserError
@@ -14,7 +15,6 @@ from bucketrl.learner.optimizer import Optimizer, learning_rate
 from bucketrl.learner.packing import sequences
 from bucketrl.learner.publish import save_adapter
 from bucketrl.learner.trainer import Stopped, Trainer
-from tests.learner.worlds import make_config, replace_first, sample_group, stock_model
 
 CPU = torch.device("cpu")
 
@@ -186,21 +186,24 @@ def test_adamw_follows_its_formula() -> None:
     assert parameter.tolist() == pytest.approx(want, abs=1e-6)
 
 
-@pytest.mark.parametrize("lag", [0, 3])
-def test_the_reward_rises(model_folder: Path, tmp_path: Path, lag: int) -> None:
-    """Even tokens are rewarded. Also when every group is sampled by a policy that is `lag` steps old."""
+@pytest.mark.parametrize(("lag", "steps"), [(0, 20), (3, 32)])
+def test_the_reward_rises(model_folder: Path, tmp_path: Path, lag: int, steps: int) -> None:
+    """Even tokens are rewarded. Also when every group is sampled by a policy that is `lag` steps old, if
+    more slowly: the clip stops tokens that have moved too far since they were sampled."""
     config = make_config(
         sampling={"group_size": 8, "max_tokens": 6, "temperature": 1.0},
         algorithm={"learning_rate": 1e-2, "groups_per_step": 4},
     )
     policy = PolicyModel.load(model_folder, config, CPU)
     trainer = Trainer(policy, Optimizer(policy.parameters, config.algorithm))
+    save_adapter(tmp_path / "v0", policy)
+    stock = stock_model(model_folder, tmp_path / "v0")
     rewards = []
-    for step in range(1, 21):
-        folder = tmp_path / f"v{step - 1}"
-        save_adapter(folder, policy)
+    for step in range(1, steps + 1):
+        save_adapter(tmp_path / f"v{step - 1}", policy)
+        stock.load_adapter(str(tmp_path / f"v{step - 1}"), f"v{step - 1}")
         version = max(0, step - 1 - lag)
-        stock = stock_model(model_folder, tmp_path / f"v{version}")
+        stock.set_adapter(f"v{version}")
         batch = [sample_group(stock, 4 * step + i, config=config, version=version) for i in range(4)]
         metrics = trainer.train(batch, step, never)
         assert metrics["staleness_max"] == step - 1 - version

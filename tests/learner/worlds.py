@@ -1,7 +1,7 @@
 """What the learner's tests are made of: a tiny random model, a run, trajectories sampled by transformers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from bucketrl.bucket import keys, trajectories
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import ModelIdentity, RunRecord
+from bucketrl.bucket.store import ObjectInfo, Store
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
 
 VOCAB = 64
@@ -171,3 +173,70 @@ def replace_first(group: TrajectoryGroup, **changes: Any) -> TrajectoryGroup:
     """`group` with fields of its first trajectory changed."""
     first, *others = group.trajectories
     return dataclasses.replace(group, trajectories=(dataclasses.replace(first, **changes), *others))
+
+
+def put_group(store: Store, group: TrajectoryGroup) -> str:
+    """Uploads `group` as a rollout worker does; returns its key."""
+    key = keys.trajectory(GroupId.parse(group.group_id), group.attempt)
+    store.put(key, trajectories.encode(group))
+    return key
+
+
+class Crash(BaseException):
+    """The process dies here: nothing may catch it."""
+
+
+Trigger = Callable[[str, str, bytes], bool]
+"""Operation, key, data (empty for files): whether the event is this one."""
+
+
+class EventStore:
+    """A store that does something before or after the first write that `trigger` recognises."""
+
+    def __init__(
+        self, inner: Store, trigger: Trigger, action: Callable[[], None], *, after: bool = False
+    ) -> None:
+        self._inner = inner
+        self._trigger = trigger
+        self._action = action
+        self._after = after
+        self.fired = False
+        self.url = inner.url
+        self.tier = inner.tier
+
+    def put(self, key: str, data: bytes) -> None:
+        self._write("put", key, data, lambda: self._inner.put(key, data))
+
+    def create(self, key: str, data: bytes) -> None:
+        self._write("create", key, data, lambda: self._inner.create(key, data))
+
+    def put_file(self, key: str, path: Path) -> None:
+        self._write("put_file", key, b"", lambda: self._inner.put_file(key, path))
+
+    def _write(self, operation: str, key: str, data: bytes, write: Callable[[], None]) -> None:
+        now = not self.fired and self._trigger(operation, key, data)
+        self.fired = self.fired or now
+        if now and not self._after:
+            self._action()
+        write()
+        if now and self._after:
+            self._action()
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._inner.get_file(key, path)
+
+    def size(self, key: str) -> int:
+        return self._inner.size(key)
+
+    def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix, start_after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._inner.delete(keys)
+
+
+def die() -> None:
+    raise Crash

@@ -1,0 +1,48 @@
+"""Do the LoRA targets exist in the base model? Told from the weights' headers, without loading anything."""
+
+import json
+import struct
+from pathlib import Path
+
+from bucketrl.bucket.config import LoraConfig
+from bucketrl.bucket.errors import UserError
+
+MAX_HEADER = 100 << 20
+"""The format's own limit, in bytes."""
+NOT_SERVABLE = {"lm_head", "embed_tokens"}
+"""Linear in shape, but vLLM serves no adapter on them here, and tied weights would change twice."""
+
+
+def check_lora_targets(config: LoraConfig, model_folder: Path) -> None:
+    """Raises UserError naming the first target that no linear layer of the model has."""
+    linear = linear_modules(model_folder)
+    if not linear:
+        raise UserError(f"lora.target_modules: {model_folder} has no linear layers to adapt")
+    if config.target_modules == "all-linear":
+        return
+    for target in config.target_modules:
+        if target not in linear:
+            raise UserError(
+                f"lora.target_modules: the model has no linear layer {target!r}; it has {', '.join(sorted(linear))}"
+            )
+
+
+def linear_modules(model_folder: Path) -> set[str]:
+    """Last name parts of the modules with a matrix `weight` (`q_proj`, ...)."""
+    names = set()
+    for file in sorted(model_folder.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            parts = name.split(".")
+            if len(parts) > 1 and parts[-1] == "weight" and len(entry.get("shape", ())) == 2:
+                names.add(parts[-2])
+    return names - NOT_SERVABLE
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    with file.open("rb") as data:
+        (size,) = struct.unpack("<Q", data.read(8).ljust(8, b"\0"))
+        if not 0 < size <= MAX_HEADER:
+            raise UserError(f"model: {file} is no safetensors file")
+        header: dict[str, dict[str, list[int]]] = json.loads(data.read(size))
+    header.pop("__metadata__", None)
+    return header

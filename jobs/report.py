@@ -1,0 +1,190 @@
+"""What a run achieved, from its bucket alone: summary, plot, benchmark record."""
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bucketrl.bucket import keys
+from bucketrl.bucket.errors import IntegrityError, UserError
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.records import EvaluationRecord, RunRecord, StepRecord, decode
+from bucketrl.bucket.store import Store
+
+EDGE = 5
+"""Steps at each end of the run over which the reward is averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures carry the names of `benchmarks/results`."""
+
+    run: RunRecord
+    steps: tuple[StepRecord, ...]
+    """Optimizer steps, step 0 excluded."""
+    evaluations: tuple[EvaluationRecord, ...]
+    """Newest version last; of each version the one with the most problems."""
+    seconds: float
+    """From the first commit to the last, by the learner's clock."""
+
+    def curve(self, name: str) -> list[float]:
+        """[steps] one metric of the commit records."""
+        return [step.metrics[name] for step in self.steps if name in step.metrics]
+
+    def figures(self) -> dict[str, float]:
+        """What was measured; a figure that was not is absent."""
+        figures: dict[str, float] = {"steps": len(self.steps), "seconds": round(self.seconds, 1)}
+        reward = self.curve("reward_mean")
+        if len(reward) >= 2 * EDGE:
+            figures["reward_first5"] = round(fmean(reward[:EDGE]), 4)
+            figures["reward_last5"] = round(fmean(reward[-EDGE:]), 4)
+        if len(self.evaluations) >= 2:
+            before, after = self.evaluations[0], self.evaluations[-1]
+            figures["heldout_before"] = round(before.mean_reward, 4)
+            figures["heldout_after"] = round(after.mean_reward, 4)
+            figures["heldout_problems"] = after.problems
+        for name in ("staleness_mean", "tokens_per_second"):
+            if self.curve(name):
+                figures[name] = round(fmean(self.curve(name)), 3)
+        if self.curve("staleness_max"):
+            figures["staleness_max"] = max(self.curve("staleness_max"))
+        figures["groups_trained"] = sum(len(step.groups) for step in self.steps)
+        figures["groups_skipped"] = sum(len(step.skipped) for step in self.steps)
+        return figures
+
+
+def summarise(store: Store, run: RunRecord) -> Summary:
+    """Raises UserError if the run has no optimizer step yet."""
+    commits = [record for record in LogReader(store, run).refresh() if isinstance(record, StepRecord)]
+    steps = tuple(commit for commit in commits if commit.step > 0)
+    if not steps:
+        raise UserError(f"bucket {store.url}: run {run.run_id} has no optimizer step yet")
+    times = [datetime.fromisoformat(commit.written_at).timestamp() for commit in commits]
+    return Summary(run, steps, _evaluations(store), times[-1] - times[0])
+
+
+def text(summary: Summary) -> str:
+    """For people, a few lines."""
+    run, figures = summary.run, summary.figures()
+    lines = [f"run {run.run_id}: {figures['steps']:.0f} steps in {summary.seconds:.0f} s"]
+    if "reward_first5" in figures:
+        lines.append(
+            f"  reward     first {EDGE} steps {figures['reward_first5']:.3f} -> last {EDGE} steps "
+            f"{figures['reward_last5']:.3f}"
+        )
+    if "heldout_before" in figures:
+        lines.append(
+            f"  held-out   version {summary.evaluations[0].version} {figures['heldout_before']:.3f} -> version "
+            f"{summary.evaluations[-1].version} {figures['heldout_after']:.3f} "
+            f"({figures['heldout_problems']:.0f} problems)"
+        )
+    if "staleness_mean" in figures:
+        lines.append(
+            f"  staleness  mean {figures['staleness_mean']:.2f}, maximum {figures['staleness_max']:.0f}, "
+            f"bound {run.config.algorithm.max_staleness}"
+        )
+    lines.append(
+        f"  groups     {figures['groups_trained']:.0f} trained, {figures['groups_skipped']:.0f} skipped and named"
+    )
+    return "\n".join(lines)
+
+
+def plot(summary: Summary, path: Path) -> None:
+    """A PNG: reward per step above, staleness below. Raises UserError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'bucketrl[report]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    reward, count = summary.curve("reward_mean"), len(summary.steps)
+    numbers = [step.step for step in summary.steps]
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    top.plot(numbers, reward, color="#93b4f5", linewidth=1, marker=".", label="mean reward of the step")
+    trailing = [fmean(reward[max(0, i - EDGE + 1) : i + 1]) for i in range(count)]
+    top.plot(numbers, trailing, color="#2563eb", linewidth=2, label=f"mean of {EDGE} steps")
+    if len(summary.evaluations) >= 2:
+        versions = [item.version for item in summary.evaluations]
+        scores = [item.mean_reward for item in summary.evaluations]
+        top.plot(versions, scores, "D", color="#b45309", label="held-out problems")
+    top.set_ylabel("reward")
+    top.set_title(f"{summary.run.config.name}: {summary.run.config.model.id}", loc="left", fontsize=11)
+    top.grid(alpha=0.25)
+    top.legend(frameon=False, loc="lower right")
+    bottom.plot(numbers, summary.curve("staleness_max"), color="#f0b35b", linewidth=1, label="maximum")
+    bottom.plot(numbers, summary.curve("staleness_mean"), color="#15803d", linewidth=2, label="mean")
+    bottom.axhline(summary.run.config.algorithm.max_staleness, color="#b91c1c", linestyle=":", label="bound")
+    bottom.set_ylabel("staleness")
+    bottom.set_xlabel("optimizer step")
+    bottom.grid(alpha=0.25)
+    bottom.legend(frameon=False, ncols=3, loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def record(summary: Summary, name: str, command: str, notes: str, folder: Path) -> Path:
+    """Writes `<folder>/<name>.json`, the figures with what it takes to repeat them."""
+    path = folder / f"{name}.json"
+    document: dict[str, Any] = {
+        "name": name,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": machine(),
+        "command": command,
+        "seeds": [summary.run.config.seed],
+        "figures": summary.figures(),
+        "config": summary.run.config.model_dump(mode="json"),
+        "reward_per_step": [round(value, 4) for value in summary.curve("reward_mean")],
+        "notes": notes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def machine() -> str:
+    """Cores, processor and GPU of this machine, for people."""
+    processor = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # no such file outside Linux: the architecture will do
+    gpu = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    return ", ".join([f"{os.cpu_count()} cores {processor}", *gpu])
+
+
+def _commit() -> str:
+    return _output("git", "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _evaluations(store: Store) -> tuple[EvaluationRecord, ...]:
+    best: dict[int, EvaluationRecord] = {}
+    for info in store.list(keys.EVALUATION_PREFIX):
+        try:
+            found = decode(EvaluationRecord, store.get(info.key))
+        except IntegrityError:
+            continue  # only people read these; the audit names what is foreign
+        known = best.get(found.version)
+        if known is None or found.problems > known.problems:
+            best[found.version] = found
+    return tuple(best[version] for version in sorted(best))

@@ -1,0 +1,103 @@
+"""A reward that raises, hangs or kills its process costs its completion only."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from bucketrl.bucket.errors import UserError
+from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
+from bucketrl.tasks.base import FinishReason, Prompt, Reward
+
+from .fakes import FakeTask
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = Prompt(4, ({"role": "user", "content": "4"},), reference="four")
+
+
+class TroubleTask(FakeTask):
+    """Does what the completion says."""
+
+    def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
+        if completion == "hang":
+            time.sleep(600)
+        if completion == "raise":
+            raise ValueError("no number in it")
+        if completion == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if completion == "nan":
+            return Reward(float("nan"))
+        if completion == "number":
+            return 1.0  # type: ignore[return-value]
+        if completion == "alarm":
+            # What math-verify does; works in a main thread only.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return Reward(float(len(completion)), {"reference": float(prompt.reference == "four")})
+
+
+class UnloadableTask(FakeTask):
+    def __setstate__(self, state: object) -> None:
+        raise ImportError("no module named mytask")
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"x": 1}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[RewardPool]:
+    pool = RewardPool(TroubleTask(), processes=2, timeout_s=0.5)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def test_rewards_are_those_of_the_task(pool: RewardPool) -> None:
+    rewards = await asyncio.gather(*(pool.score(PROMPT, "x" * n, "stop") for n in range(10)))
+    assert [reward.total for reward in rewards] == [float(n) for n in range(10)]
+    assert all(reward.parts == {"reference": 1.0} for reward in rewards)
+    assert (await pool.score(PROMPT, "alarm", "stop")).total == 5.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("raise", "raised ValueError: no number"),
+        ("die", "process died"),
+        ("nan", "not finite"),
+        ("number", "is a float, not a Reward"),
+        ("hang", r"more than 0\.5 s"),
+    ],
+)
+async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: str, reason: str) -> None:
+    texts = ["a", completion, "bb", completion, "ccc", completion, "dddd"]
+    outcomes = await asyncio.gather(
+        *(pool.score(PROMPT, text, "stop") for text in texts), return_exceptions=True
+    )
+    for text, outcome in zip(texts, outcomes, strict=True):
+        if text == completion:
+            assert isinstance(outcome, RewardFailed)
+            with pytest.raises(RewardFailed, match=reason):
+                raise outcome
+        else:
+            assert isinstance(outcome, Reward)
+            assert outcome.total == len(text)
+
+
+async def test_a_cancelled_score_does_not_answer_the_next(pool: RewardPool) -> None:
+    hanging = [asyncio.create_task(pool.score(PROMPT, "hang", "stop")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    for task in hanging:
+        task.cancel()
+    assert (await pool.score(PROMPT, "abc", "stop")).total == 3.0
+
+
+async def test_a_task_that_other_processes_cannot_load_is_one_clear_line() -> None:
+    pool = RewardPool(UnloadableTask(), processes=1, timeout_s=1.0)
+    with pytest.raises(UserError, match="cannot be loaded in a reward process"):
+        await pool.start()
+    await pool.close()
