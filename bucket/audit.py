@@ -99,11 +99,11 @@ def _read_log(reader: LogReader) -> tuple[list[StartRecord | StepRecord], list[V
 
 
 def _gaps(store: Store, next_seq: int) -> list[Violation]:
-    listed = {keys.parse_log(info.key) for info in store.list(keys.LOG_PREFIX)} - {None}
-    after = sorted(seq for seq in listed if seq is not None and seq > next_seq)
-    if after and next_seq not in listed:
+    seqs = {seq for i in store.list(keys.LOG_PREFIX) if (seq := keys.parse_log(i.key)) is not None}
+    beyond = min((seq for seq in seqs if seq > next_seq), default=None)
+    if beyond is not None and next_seq not in seqs:
         key = keys.log(next_seq)
-        return [Violation(1, key, f"missing, but {keys.log(after[0])} exists: the log has a gap")]
+        return [Violation(1, key, f"missing, but {keys.log(beyond)} exists: the log has a gap")]
     return []
 
 

@@ -14,6 +14,7 @@ from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.stores import open_store
 from bucketrl.jobs.config_file import load_config
+from bucketrl.jobs.memory_check import check_engine, check_learner
 from bucketrl.jobs.models import default_cache
 from bucketrl.jobs.runs import create_or_join, load_parts, open_run
 
@@ -54,6 +55,7 @@ def rollout(arguments: argparse.Namespace) -> int:
     run = open_run(store)
     client = connect(arguments.proxy, run)
     task, model_path = load_parts(run, progress=logger.info)
+    check_engine(run.config, model_path, arguments.groups_in_flight)
     from bucketrl.rollout_worker.main import WorkerOptions, run_worker
 
     options = WorkerOptions(
@@ -75,6 +77,7 @@ def learner(arguments: argparse.Namespace) -> int:
     run = open_run(store)
     client = connect(arguments.proxy, run) if arguments.proxy else None
     _, model_path = load_parts(run, progress=logger.info)
+    check_learner(run.config, model_path)
     from bucketrl.learner.main import LearnerOptions, run_learner
 
     options = LearnerOptions(

@@ -121,8 +121,10 @@ class Intake:
         group_id, attempt = parsed
         ordinal = group_id.ordinal(self._run.prompts_per_epoch)
         readings = self._invalid.get((ordinal, attempt), 0)
-        if readings >= READINGS or ordinal in consumed or ordinal in self.candidates:
+        if readings >= READINGS or ordinal in consumed:
             return
+        if ordinal in self.candidates and readings == 0:
+            return  # a further attempt; one that was found invalid is followed up nevertheless
         try:
             if info.size > trajectories.MAX_BYTES:
                 raise IntegrityError(f"{info.size} bytes, more than {trajectories.MAX_BYTES}")
@@ -133,8 +135,10 @@ class Intake:
             if readings + 1 >= READINGS:
                 self._quarantine(group_id, attempt, str(error))
             return
-        file = FileRef(key=info.key, size=len(data), sha256=sha256_hex(data))
-        self._accept(ordinal, attempt, file, group)
+        self._invalid.pop((ordinal, attempt), None)
+        if ordinal not in self.candidates:
+            file = FileRef(key=info.key, size=len(data), sha256=sha256_hex(data))
+            self._accept(ordinal, attempt, file, group)
 
     def _decode(self, group_id: GroupId, attempt: str, data: bytes, max_version: int) -> TrajectoryGroup:
         group = trajectories.decode(

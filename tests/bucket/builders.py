@@ -142,6 +142,24 @@ def step_record(
     return StepRecord(**(values | changes))
 
 
+def writer_on(
+    store: Store,
+    name: str = "a",
+    create: Callable[[str, bytes], bytes | None] | None = None,
+    reader: LogReader | None = None,
+) -> LogWriter:
+    return LogWriter(
+        reader or LogReader(store, run_record()),
+        create or create_in(store),
+        now=lambda: NOW,
+        new_id=ids(f"write-{name}"),
+    )
+
+
+def append(writer: LogWriter, **changes: Any) -> StepRecord:
+    return writer.append_step(lambda header: step_record(header, writer.state, **changes))
+
+
 @dataclass
 class Learner:
     """Commits steps with real objects behind them; trains nothing."""

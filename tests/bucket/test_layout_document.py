@@ -17,6 +17,7 @@ from bucketrl.bucket.records import PROTOCOL_VERSION, Record, decode, decode_log
 from bucketrl.bucket.seal import SEAL_KEY
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import MAX_BYTES, MAX_POSITIVE_LOGPROB, SCHEMA
+from bucketrl.jobs import model_identity
 
 DOCUMENT = (Path(__file__).parents[2] / "bucket_layout.md").read_text()
 BLOCKS = dict(re.findall(r"^```(?:json )?(\S+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL))
@@ -118,11 +119,11 @@ def test_every_key_in_the_text_is_one_that_the_code_builds() -> None:
         assert str(GroupId.parse(group_id)) == group_id
 
 
-def table_after(marker: str) -> dict[str, str]:
-    """First column (without backticks) to second column of the table that follows the marker."""
+def table_after(marker: str, column: int = 1) -> dict[str, str]:
+    """First column (without backticks) to another column of the table that follows the marker."""
     body = DOCUMENT.split(f"<!-- {marker} -->\n", 1)[1].split("\n\n", 1)[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in body.splitlines()[2:]]
-    return {row[0].strip().strip("`"): row[1] for row in cells}
+    return {row[0].strip().strip("`"): row[column] for row in cells}
 
 
 @pytest.mark.parametrize("marker", re.findall(r"<!-- fields: (.*?) -->", DOCUMENT))
@@ -173,6 +174,18 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert f"Protocol version **{PROTOCOL_VERSION}**" in DOCUMENT
     assert f"more than {MAX_BYTES >> 20} MiB" in DOCUMENT
     assert f"{MAX_POSITIVE_LOGPROB:.0e}".replace("e-0", "e-") + " allowed for rounding" in DOCUMENT
+
+
+def test_the_model_identity_is_specified_as_computed(tmp_path: Path) -> None:
+    table = table_after("fields: ModelIdentity", column=2)
+    assert [set(re.findall(r"`(.*?)`", files)) for files in table.values()] == [
+        set(model_identity.WEIGHT_FILES),
+        set(model_identity.TOKENIZER_FILES),
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_bytes(b"{}")
+    lines = f"config.json {sha256_hex(b'{}')}\nmodel.safetensors {sha256_hex(b'weights')}\n"
+    assert model_identity.identify_model(tmp_path).weights_sha256 == sha256_hex(lines.encode())
 
 
 def test_what_the_text_says_about_its_audit_is_true(memory: Store) -> None:

@@ -88,7 +88,7 @@ def test_the_lowest_attempt_that_is_there_first_wins_for_good() -> None:
     assert world.intake.candidates[0].ref.attempt == "worker-b-1"
 
 
-def test_an_invalid_attempt_is_quarantined_after_several_readings_and_the_next_one_counts() -> None:
+def test_an_invalid_attempt_is_quarantined_and_the_next_one_counts_at_once() -> None:
     world = World()
     key = put_group(world.store, make_group(0, rewards=[0.0, 1.0], attempt="worker-a-1"))
     world.store.put(key, world.store.get(key)[:-9])
@@ -98,6 +98,9 @@ def test_an_invalid_attempt_is_quarantined_after_several_readings_and_the_next_o
     assert world.refused == []
     assert world.intake.candidates[0].ref.attempt == "worker-b-1"
     assert world.found == [0, 1]
+    world.poll(times=READINGS)
+    assert [attempt for _, attempt, _ in world.refused] == ["worker-a-1"]
+    assert world.intake.candidates[0].ref.attempt == "worker-b-1"
 
 
 def test_quarantine_is_written_reported_once_and_final() -> None:

@@ -1,5 +1,6 @@
 """vLLM keeps the engine contract. One engine start (about 30 s) for the whole module."""
 
+import os
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,23 @@ async def engine(setting: Setting) -> AsyncIterator[Engine]:
     await engine.close()
 
 
+def watched_by() -> set[int]:
+    """Processes that hold a pidfd of this one: those that notice its death."""
+    found = set()
+    for info in Path("/proc").glob("[0-9]*/fdinfo/*"):
+        try:
+            if f"Pid:\t{os.getpid()}\n" in info.read_text():
+                found.add(int(info.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
 class TestVllmEngine(EngineContract):
+    async def test_the_engine_notices_when_this_process_is_killed(self, engine: Engine) -> None:
+        """See test_parent_watch.py for what it does then."""
+        assert watched_by() - {os.getpid()}
+
     async def test_a_broken_adapter_is_refused_and_the_others_stay(
         self, engine: Engine, tmp_path: Path
     ) -> None:

@@ -1,0 +1,39 @@
+# make demo            the main job on a tiny model, about @DEMO_TIME@ on 2 cores
+# make demo-smollm2    the same on SmolLM2-135M
+# make test            linters, types, import rules, all tests
+# make check           the first three alone
+# Everything happens in .venv, which each target makes first if it is missing or out of date.
+
+SHELL := /bin/sh
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.bucketrl-ready
+
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: setup demo demo-smollm2 test check clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml tools/setup.sh
+	@PYTHON="$(PYTHON)" sh tools/setup.sh .venv
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/bucketrl run examples/tiny.toml --evaluate 200
+
+demo-smollm2: $(STAMP)
+	$(BIN)/bucketrl run examples/smollm2.toml --evaluate 200
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: check
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,22 @@
+# /// script
+# requires-python = ">=3.11,<3.13"
+# dependencies = ["bucketrl[rollout,s3,hf]"]
+# ///
+"""Starts one rollout worker where there is nothing but Python: a Hugging Face Job, a spot instance, any box.
+
+    uv run --find-links dist jobs/start_rollout.py --bucket s3://my-bucket/run-1 --proxy http://PROXY:8080
+    pip install --find-links dist 'bucketrl[rollout,s3,hf]' && python jobs/start_rollout.py …
+
+`dist` holds the wheel (`uv build --wheel`); leave the option out where an index has bucketrl. One GPU for
+vLLM. Start as many as you like, at any time; stop any of them with any signal.
+
+Environment: BUCKETRL_WORKER_TOKEN   what the proxy expects
+             AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for s3:// buckets; HF_TOKEN for hf://
+"""
+
+import sys
+
+from bucketrl.jobs.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["rollout", *sys.argv[1:]]))

@@ -1,0 +1,31 @@
+"""An engine process dies with the rollout worker that started it, however that one dies."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+# A parent that starts a child with the watch, says the child's id and waits.
+PARENT = """
+import os, subprocess, sys, time
+os.environ["BUCKETRL_ENGINE_PARENT"] = str(os.getpid())
+child = subprocess.Popen([sys.executable, "-c",
+    "import bucketrl.rollout_worker.engines.parent_watch as w, time; print('up', flush=True); time.sleep(60)"],
+    stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_parent_takes_the_engine_along() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        poll = select.poll()
+        poll.register(child, select.POLLIN)
+        assert poll.poll(100) == []
+        parent.send_signal(signal.SIGKILL)
+        assert poll.poll(5000) != []
+    os.close(child)
