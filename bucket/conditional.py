@@ -8,6 +8,10 @@ from bucketrl.bucket.errors import AlreadyExists, NotFound
 from bucketrl.bucket.retry import Transient, retrying
 from bucketrl.bucket.store import Store
 
+ATTEMPTS = 4
+BASE_S = 0.5
+"""Few and slow: each call of the store has retried already; this waits for what shows late."""
+
 
 def create(
     store: Store,
@@ -36,4 +40,4 @@ def create(
             return None if existing == data else existing
         return None
 
-    return retrying(attempt, sleep=sleep, uniform=uniform)
+    return retrying(attempt, attempts=ATTEMPTS, base_s=BASE_S, sleep=sleep, uniform=uniform)

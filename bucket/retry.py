@@ -1,5 +1,6 @@
 """Repeating what may succeed if it is repeated: throttling, server errors, timeouts, lost connections."""
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -7,7 +8,12 @@ from typing import TypeVar
 
 from bucketrl.bucket.errors import StoreError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+LONGEST_WAIT_S = 300.0
+"""The longest wait that a server may ask for: one window of the Hugging Face rate limit."""
 
 
 class Transient(StoreError):
@@ -31,7 +37,7 @@ def retrying(
     """`call()`, repeated while it raises Transient; the last Transient passes through.
 
     Waits a random time up to `base_s * 2**n`, at most `cap_s` (full jitter, so that callers who failed
-    together do not return together), and never less than the server asked for.
+    together do not return together), and never less than the server asked for (at most LONGEST_WAIT_S).
     """
     for attempt in range(attempts):
         try:
@@ -39,6 +45,16 @@ def retrying(
         except Transient as error:
             if attempt == attempts - 1:
                 raise
-            wait = uniform(0.0, min(cap_s, base_s * 2.0**attempt))
-            sleep(max(wait, error.retry_after_s or 0.0))
+            asked = min(error.retry_after_s or 0.0, LONGEST_WAIT_S)
+            wait = max(asked, uniform(0.0, min(cap_s, base_s * 2.0**attempt)))
+            logger.info("%s; trying again in %.1f s", error, wait)
+            sleep(wait)
     raise AssertionError("attempts must be positive")
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds of a `Retry-After` header. Its other form, a date, is ignored: no foreign clock decides here."""
+    try:
+        return max(0.0, float(header or ""))
+    except ValueError:
+        return None

@@ -100,10 +100,12 @@ class Heartbeats:
 
     def _run(self) -> None:
         assert self._client is not None
-        while not self._closing.is_set():
+        closing = False
+        while not closing:
             time.sleep(self._min_gap_s)
             self._changed.wait(self._interval_s - self._min_gap_s)
             self._changed.clear()
+            closing = self._closing.is_set()  # before sending: the last state must get out
             try:
                 self._send(self._client)
             except ProxyRefused as error:

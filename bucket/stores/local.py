@@ -11,10 +11,18 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, UserError
+from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.store import ObjectInfo, Tier
+from bucketrl.bucket.stores.download import new_file
 
 STAGING = ".staging"
+"""Folder below the root for what is not an object yet; never listed. A killed writer leaves its file there."""
+
+_CHUNK = 1 << 20
+_NO_SUCH_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
+"""What `link(2)` answers on file systems without hard links: FUSE mounts of buckets, FAT, some network shares."""
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class LocalStore:
@@ -23,15 +31,19 @@ class LocalStore:
     tier = Tier.CREATE
 
     def __init__(self, root: Path) -> None:
-        if root.exists() and not root.is_dir():
-            raise UserError(f"bucket {root}: is a file; give a folder")
         self.url = str(root)
         self._root = root
+        try:
+            occupied = root.exists() and not root.is_dir()
+        except OSError as error:
+            raise self._failed("", error) from error
+        if occupied:
+            raise UserError(f"bucket {root}: is a file; give a folder")
 
     def get(self, key: str) -> bytes:
         try:
             return self._path(key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except _NO_SUCH_OBJECT:
             raise NotFound(f"{self.url}: {key}") from None
         except OSError as error:
             raise self._failed(key, error) from error
@@ -40,62 +52,60 @@ class LocalStore:
         self._write(key, data, exclusive=False)
 
     def create(self, key: str, data: bytes) -> None:
+        if not data:
+            raise ValueError(f"{key}: an object made by create must not be empty")
         self._write(key, data, exclusive=True)
 
     def put_file(self, key: str, path: Path) -> None:
         self._write(key, path, exclusive=False)
 
     def get_file(self, key: str, path: Path) -> None:
-        try:
-            with self._path(key).open("rb") as source, path.open("xb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise NotFound(f"{self.url}: {key}") from None
-        except OSError as error:
-            raise self._failed(key, error) from error
+        with new_file(path):
+            try:
+                with self._path(key).open("rb") as source, path.open("xb") as target:
+                    shutil.copyfileobj(source, target, _CHUNK)
+            except _NO_SUCH_OBJECT:
+                raise NotFound(f"{self.url}: {key}") from None
+            except OSError as error:
+                raise self._failed(key, error) from error
 
     def size(self, key: str) -> int:
         path = self._path(key)
         try:
             if path.is_file():
                 return path.stat().st_size
+        except _NO_SUCH_OBJECT:
+            pass  # deleted in between
         except OSError as error:
             raise self._failed(key, error) from error
         raise NotFound(f"{self.url}: {key}")
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        folder, _, rest = prefix.rpartition("/")
-        yield from self._walk(folder, f"{folder}/{rest}" if folder else rest, start_after)
+        return self._walk(prefix, start_after)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             try:
                 self._path(key).unlink(missing_ok=True)
+            except NotADirectoryError:
+                continue
             except OSError as error:
                 raise self._failed(key, error) from error
 
-    def _walk(self, folder: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
-        """Objects below `folder` in key order: a folder sorts as its name with "/" behind."""
+    def _walk(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        """Objects below the folder `prefix` in key order: a folder sorts as its name with "/" behind."""
         try:
-            entries = list(os.scandir(self._root / folder))
+            entries = list(os.scandir(self._root / prefix))
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise self._failed(folder, error) from error
-        named = []
-        for entry in entries:
-            if entry.name == STAGING and not folder:
-                continue
-            is_folder = entry.is_dir(follow_symlinks=False)
-            key = f"{folder}/{entry.name}" if folder else entry.name
-            named.append((key + "/" if is_folder else key, is_folder, entry))
-        for key, is_folder, entry in sorted(named, key=lambda item: item[0]):
-            if is_folder:
-                # Nothing below can match if the folder sorts entirely before `start_after` or off the prefix.
-                below = key.startswith(prefix) or prefix.startswith(key)
-                if below and (key > start_after or start_after.startswith(key)):
-                    yield from self._walk(key[:-1], prefix, start_after)
-            elif key.startswith(prefix) and key > start_after:
+            raise self._failed(prefix, error) from error
+        for key, entry in sorted((_listed_as(prefix, entry), entry) for entry in entries if _counts(prefix, entry)):
+            if key.endswith("/"):
+                # A folder is left out whole if all of its keys sort before `start_after`.
+                if key > start_after or start_after.startswith(key):
+                    yield from self._walk(key, start_after)
+            elif key > start_after:
                 try:
                     yield ObjectInfo(key, entry.stat(follow_symlinks=False).st_size)
                 except FileNotFoundError:
@@ -108,38 +118,60 @@ class LocalStore:
             _make_folders(staged.parent)
             _make_folders(path.parent)
             try:
-                with staged.open("xb") as target:
-                    if isinstance(source, Path):
-                        with source.open("rb") as data:
-                            shutil.copyfileobj(data, target, 1 << 20)
-                    else:
-                        target.write(source)
-                    target.flush()
-                    os.fsync(target.fileno())
+                _write_through(staged, source)
                 if exclusive:
-                    os.link(staged, path)
+                    self._link(key, staged, path)
                 else:
                     os.replace(staged, path)
             finally:
                 staged.unlink(missing_ok=True)
             _sync_folder(path.parent)
-        except FileExistsError:
-            raise AlreadyExists(f"{self.url}: {key}") from None
         except OSError as error:
             raise self._failed(key, error) from error
 
+    def _link(self, key: str, staged: Path, path: Path) -> None:
+        try:
+            os.link(staged, path)
+        except FileExistsError:
+            raise AlreadyExists(f"{self.url}: {key}") from None
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise Unsupported(f"{self.url}: this file system has no hard links") from error
+            raise
+
     def _path(self, key: str) -> Path:
         parts = key.split("/")
-        if not key or any(part in ("", ".", "..") for part in parts) or parts[0] == STAGING or "\0" in key:
+        if any(part in ("", ".", "..") for part in parts) or parts[0] == STAGING or "\0" in key:
             raise ValueError(f"not an object key: {key!r}")
         return self._root.joinpath(*parts)
 
     def _failed(self, key: str, error: OSError) -> StoreError | UserError:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in _DENIED:
             return UserError(
-                f"bucket {self.url}: {error.strerror} for {key}; give a folder that this user may write"
+                f"bucket {self.url}: {error.strerror}; give a folder that this user may read and write"
             )
         return StoreError(f"{self.url}: {key}: {error.strerror or error}")
+
+
+def _counts(prefix: str, entry: "os.DirEntry[str]") -> bool:
+    if not prefix and entry.name == STAGING:
+        return False
+    return entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)
+
+
+def _listed_as(prefix: str, entry: "os.DirEntry[str]") -> str:
+    return prefix + entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
+
+
+def _write_through(path: Path, source: bytes | Path) -> None:
+    with path.open("xb") as target:
+        if isinstance(source, Path):
+            with source.open("rb") as data:
+                shutil.copyfileobj(data, target, _CHUNK)
+        else:
+            target.write(source)
+        target.flush()
+        os.fsync(target.fileno())
 
 
 def _make_folders(folder: Path) -> None:

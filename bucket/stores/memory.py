@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from bucketrl.bucket.errors import AlreadyExists, NotFound
 from bucketrl.bucket.store import ObjectInfo, Tier
+from bucketrl.bucket.stores.download import new_file
 
 
 class MemoryStore:
@@ -28,24 +29,27 @@ class MemoryStore:
         try:
             return self._objects[key]
         except KeyError:
-            raise NotFound(key) from None
+            raise NotFound(f"{self.url}: {key}") from None
 
     def put(self, key: str, data: bytes) -> None:
         with self._lock:
             self._objects[key] = bytes(data)
 
     def create(self, key: str, data: bytes) -> None:
+        if not data:
+            raise ValueError(f"{key}: an object made by create must not be empty")
         with self._lock:
             if key in self._objects:
-                raise AlreadyExists(key)
+                raise AlreadyExists(f"{self.url}: {key}")
             self._objects[key] = bytes(data)
 
     def put_file(self, key: str, path: Path) -> None:
         self.put(key, path.read_bytes())
 
     def get_file(self, key: str, path: Path) -> None:
-        with path.open("xb") as file:
-            file.write(self.get(key))
+        data = self.get(key)
+        with new_file(path):
+            path.write_bytes(data)
 
     def size(self, key: str) -> int:
         return len(self.get(key))

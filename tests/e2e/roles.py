@@ -23,7 +23,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def cli(*arguments: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str, env: dict[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Runs `bucketrl ARGUMENTS` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "bucketrl.jobs", *arguments],
@@ -87,7 +89,9 @@ class Role:
         return self.process.wait(timeout)
 
     def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+        )
 
 
 @dataclass

@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from tests.e2e.roles import Fleet, cli, fleet
 from tests.support.s3 import S3Server
 
