@@ -1,16 +1,16 @@
-"""The `bucketrl` command. Parses first, imports later: `--help` loads neither torch nor vLLM.
+"""The `bucketrl` command. Parses first, imports later: `--help` loads nothing that it does not need.
 
-Exit codes: 0 done, 1 a failure with its traceback, 2 wrong input (one line), 3 fenced by a newer learner.
+Exit codes: 0 done; 1 a failure (with its traceback) or a finding (an audit's violation, a replay's
+difference); 2 wrong input (one line); 3 fenced by a newer learner (one line); 130 stopped by a signal.
 """
 
-import argparse
+import importlib
 import logging
 import sys
 
-import bucketrl
 from bucketrl.api.errors import ProxyRefused, ProxyUnavailable
 from bucketrl.bucket.errors import Fenced, UserError
-from bucketrl.jobs import inspect_commands, local_commands, model_commands, role_commands
+from bucketrl.jobs.arguments import parse
 from bucketrl.tasks.base import TaskError
 
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -18,12 +18,14 @@ LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = parse(argv)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt="%H:%M:%S", stream=sys.stderr)
-    for chatty in ("httpx", "httpcore", "botocore", "aiobotocore", "s3fs", "urllib3"):
+    for chatty in ("httpx", "httpcore", "botocore", "aiobotocore", "s3fs", "urllib3", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    module, _, function = arguments.command.partition(":")
     try:
-        code: int = arguments.command(arguments)
+        command = getattr(importlib.import_module(f"bucketrl.jobs.{module}"), function)
+        code: int = command(arguments)
     except (UserError, TaskError, ProxyRefused) as error:
         return _complain(error, 2)
     except Fenced as error:
@@ -38,17 +40,3 @@ def main(argv: list[str] | None = None) -> int:
 def _complain(error: Exception, code: int) -> int:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bucketrl",
-        description="Asynchronous GRPO on LoRA adapters for machines that share only a bucket.",
-    )
-    parser.add_argument("--version", action="version", version=f"bucketrl {bucketrl.__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    local_commands.add_arguments(verbs)
-    role_commands.add_arguments(verbs)
-    model_commands.add_arguments(verbs)
-    inspect_commands.add_arguments(verbs)
-    return parser

@@ -10,26 +10,28 @@ from typing import Any
 import bucketrl
 from bucketrl.bucket import conditional, keys
 from bucketrl.bucket.config import RunConfig
-from bucketrl.bucket.errors import IntegrityError, NotFound, UserError
+from bucketrl.bucket.errors import IntegrityError, NotFound, StoreError, UserError
+from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.probe import probe
-from bucketrl.bucket.records import RunRecord, decode
+from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord, decode
 from bucketrl.bucket.store import Store, Tier
 from bucketrl.jobs.lora_targets import check_lora_targets
 from bucketrl.jobs.models import identify_model, resolve_model
-from bucketrl.tasks.base import Task
 from bucketrl.tasks.load import load_task
 
 Progress = Callable[[str], None]
 
 
 def read_run(store: Store) -> RunRecord | None:
-    """None for an empty bucket. Raises UserError if `run.json` is not one of this program's."""
+    """None for an empty bucket. Raises UserError if `run.json` cannot be read or is none of this program's."""
     try:
         return decode(RunRecord, store.get(keys.RUN))
     except NotFound:
         return None
     except IntegrityError as error:
         raise UserError(f"bucket {store.url}: {keys.RUN}: {error}") from None
+    except StoreError as error:
+        raise UserError(f"bucket {store.url}: cannot be read: {error}") from None
 
 
 def open_run(store: Store) -> RunRecord:
@@ -42,21 +44,41 @@ def open_run(store: Store) -> RunRecord:
     return run
 
 
-def create_or_join(store: Store, config: RunConfig, *, progress: Progress) -> RunRecord:
-    """The bucket's run if it has this very configuration, else a new one in an empty bucket.
+def join(store: Store, config: RunConfig) -> RunRecord | None:
+    """The bucket's run if it has this very configuration, None if the bucket has no run.
 
-    Raises UserError for a bucket of another run or one that cannot be written, and for a model, a task or
-    LoRA targets that will not do.
+    Raises UserError for a bucket of another run.
     """
     existing = read_run(store)
-    if existing is not None:
-        return _joined(store, existing, config)
+    return None if existing is None else _same(store, existing, config)
+
+
+def create(store: Store, config: RunConfig, *, progress: Progress) -> RunRecord:
+    """A new run in an empty bucket; if somebody was faster with the same configuration, theirs.
+
+    Raises UserError for a bucket that cannot be written or holds other objects, and for a model or LoRA
+    targets that will not do; TaskError for the task.
+    """
+    run = draft_run(config, progress=progress)
+    _refuse_foreign_objects(store)
+    if probe(store, write_id=uuid.uuid4().hex).tier < Tier.CREATE:
+        store.put(keys.RUN, run.encode())  # two creators at once would be one person's two commands
+        return run
+    winner = conditional.create(store, keys.RUN, run.encode())
+    return run if winner is None else _same(store, decode(RunRecord, winner), config)
+
+
+def create_or_join(store: Store, config: RunConfig, *, progress: Progress) -> RunRecord:
+    """Raises what `join` and `create` raise."""
+    return join(store, config) or create(store, config, progress=progress)
+
+
+def draft_run(config: RunConfig, *, progress: Progress) -> RunRecord:
+    """What `create` writes, not written. Raises UserError and TaskError."""
     task = load_task(config.task)
     folder = resolve_model(config.model, progress=progress)
     check_lora_targets(config.lora, folder)
-    _refuse_foreign_objects(store)
-    tier = probe(store, write_id=uuid.uuid4().hex).tier
-    run = RunRecord(
+    return RunRecord(
         run_id=f"{config.name}-{uuid.uuid4().hex[:8]}",
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         bucketrl_version=bucketrl.__version__,
@@ -65,16 +87,10 @@ def create_or_join(store: Store, config: RunConfig, *, progress: Progress) -> Ru
         prompts_per_epoch=task.size("train"),
         write_id=uuid.uuid4().hex,
     )
-    data = run.encode()
-    if tier < Tier.CREATE:
-        store.put(keys.RUN, data)  # two creators at once would be one person's two commands
-        return run
-    winner = conditional.create(store, keys.RUN, data)
-    return run if winner is None else _joined(store, decode(RunRecord, winner), config)
 
 
-def load_parts(run: RunRecord, *, progress: Progress) -> tuple[Task, Path]:
-    """The task and the base model of a run. Raises UserError if this machine has another model."""
+def load_model(run: RunRecord, *, progress: Progress) -> Path:
+    """The folder of the run's base model. Raises UserError if this machine has another one."""
     folder = resolve_model(run.config.model, progress=progress)
     found = identify_model(folder)
     for field in ("weights_sha256", "tokenizer_sha256"):
@@ -84,10 +100,25 @@ def load_parts(run: RunRecord, *, progress: Progress) -> tuple[Task, Path]:
                 f"model.id {run.config.model.id}: {field} of {folder} is {have[:12]}…, run {run.run_id} was "
                 f"made with {want[:12]}…; use the same model files"
             )
-    return load_task(run.config.task), folder
+    return folder
 
 
-def _joined(store: Store, existing: RunRecord, config: RunConfig) -> RunRecord:
+def read_log(store: Store, run: RunRecord) -> list[StartRecord | StepRecord]:
+    """All of it. Raises IntegrityError or StoreError if a record cannot be read."""
+    reader = LogReader(store, run)
+    records: list[StartRecord | StepRecord] = []
+    while fresh := reader.refresh():
+        records += fresh
+    return records
+
+
+def is_finished(store: Store, run: RunRecord) -> bool:
+    """Whether the last step is committed."""
+    commits = [record for record in read_log(store, run) if isinstance(record, StepRecord)]
+    return bool(commits) and commits[-1].step >= run.config.algorithm.steps
+
+
+def _same(store: Store, existing: RunRecord, config: RunConfig) -> RunRecord:
     if existing.config == config:
         return existing
     path, there, here = _first_difference(existing.config.model_dump(), config.model_dump())

@@ -55,7 +55,7 @@ class Batches:
 
         `choose` is called only if it is needed, and again if what it chose turns out unreadable.
         """
-        key = keys.batch(_next_step(state))
+        key = keys.batch(next_step(state))
         data = self._stored(key)
         while True:
             if data is not None:
@@ -74,7 +74,7 @@ class Batches:
     def _record(self, selection: Selection, state: LogState) -> BatchRecord:
         return BatchRecord(
             run_id=state.run_id,
-            step=_next_step(state),
+            step=next_step(state),
             epoch=state.epoch,
             groups=tuple(candidate.ref for candidate in selection.trained),
             skipped=tuple(
@@ -97,7 +97,7 @@ class Batches:
 
     def _open(self, data: bytes, state: LogState) -> Batch:
         """Raises IntegrityError if `data` is no batch that can follow `state`."""
-        step = _next_step(state)
+        step = next_step(state)
         record = decode(BatchRecord, data)
         if (record.run_id, record.step) != (state.run_id, step):
             raise IntegrityError(f"of run {record.run_id} step {record.step}, want {state.run_id} {step}")
@@ -115,7 +115,8 @@ class Batches:
         )
 
 
-def _next_step(state: LogState) -> int:
+def next_step(state: LogState) -> int:
+    """The step that follows the newest commit; steps are trained from 1 on."""
     return state.step.step + 1 if state.step else 1
 
 

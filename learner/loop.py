@@ -9,31 +9,31 @@
       │                        fixed                               canary                    │
       └──────────────────────────── consumed groups, next step ◄─────────────────────────────┘
 
-It waits for one thing only: enough groups. Workers wait for nothing here; they see a new version when its
-commit appears. A crash anywhere before the commit leaves nothing visible, and the next learner does the
-same step again from the batch; a crash after it, and the next learner goes on with the next step.
+It waits for one thing only: enough groups. A crash anywhere before the commit leaves nothing visible, and
+the next learner does the same step again from the batch; after it, that one goes on with the next step.
 """
 
 import logging
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bucketrl.bucket import artifacts
 from bucketrl.bucket.errors import StoreError
 from bucketrl.bucket.log import LogWriter
-from bucketrl.bucket.records import LogRecord, RunRecord, StepRecord
+from bucketrl.bucket.records import Consumed, LogRecord, RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.learner import checkpoint
-from bucketrl.learner.batches import Batch, Batches
+from bucketrl.learner.batches import Batch, Batches, next_step
 from bucketrl.learner.heartbeat import Heartbeats
 from bucketrl.learner.intake import Intake
 from bucketrl.learner.metrics import group_metrics
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
 from bucketrl.learner.publish import Published, Publisher
-from bucketrl.learner.select import Selection, select
+from bucketrl.learner.select import Candidate, Selection, SkipReason, select
 from bucketrl.learner.trainer import Stopped, Trainer
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class Learner:
         """
         self.log.start(learner_id)
         self._restore()
-        while (step := self._committed() + 1) <= self.run.config.algorithm.steps:
+        while (step := next_step(self.log.state)) <= self.run.config.algorithm.steps:
             batch = self.batches.next(self.log.state, self._wait_for_groups)
-            self.heartbeats.update(step=step, phase="training", pending_skips=())
+            self.heartbeats.update(step=step, phase="training", pending_skips=_reported(batch.skipped))
             metrics = self.trainer.train(batch.groups, step, self.stop.is_set)
             metrics |= group_metrics(batch.trained, batch.skipped)
             self._commit(step, batch, metrics)
@@ -96,14 +96,9 @@ class Learner:
         published = self.publisher.publish(step, self.log.epoch)
         self.log.append_step(lambda header: _step_record(header, step, published, batch, metrics))
 
-    def _committed(self) -> int:
-        newest = self.log.state.step
-        assert newest is not None
-        return newest.step
-
     def _wait_for_groups(self) -> Selection:
         """Polls the bucket until a step's worth of groups is there, less often while none arrive."""
-        step, consumed = self._committed() + 1, self.log.state.consumed
+        step, consumed = next_step(self.log.state), self.log.state.consumed
         delay_s = self.poll_s
         while not self.stop.is_set():
             try:
@@ -120,7 +115,7 @@ class Learner:
                 step=step,
                 phase="waiting",
                 groups_ready=len(selection.trained),
-                pending_skips=tuple(one.ordinal for one, _ in selection.skipped)[:MAX_REPORTED_SKIPS],
+                pending_skips=_reported(selection.skipped),
                 note=note,
             )
             delay_s = self.poll_s if found else min(MAX_IDLE_FACTOR * self.poll_s, 1.5 * delay_s)
@@ -128,7 +123,8 @@ class Learner:
         raise Stopped(f"asked to stop while waiting for the groups of step {step}")
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
-        self.heartbeats.update(tokens_per_second=metrics["tokens_per_second"], groups_ready=0)
+        rate = metrics["tokens_per_second"]
+        self.heartbeats.update(tokens_per_second=rate, groups_ready=0, pending_skips=())
         shown = ("reward_mean", "staleness_mean", "ratio_max", "grad_norm", "groups_skipped")
         logger.info("step %d: %s", step, ", ".join(f"{name} {metrics[name]:.3f}" for name in shown))
 
@@ -136,16 +132,19 @@ class Learner:
 def _step_record(
     header: LogRecord, step: int, published: Published, batch: Batch | None, metrics: dict[str, float]
 ) -> StepRecord:
-    record = StepRecord(
+    return StepRecord(
         **header.model_dump(),
         step=step,
         policy=published.policy,
         checkpoint=published.checkpoint,
+        batch=batch.ref if batch else None,
+        groups=batch.record.groups if batch else (),
+        skipped=batch.record.skipped if batch else (),
+        consumed=batch.consumed if batch else Consumed(),
         canary=published.canary,
-        batch=None,
         metrics=metrics,
     )
-    if batch is None:
-        return record
-    named = {"groups": batch.record.groups, "skipped": batch.record.skipped, "consumed": batch.consumed}
-    return record.model_copy(update={"batch": batch.ref, **named})
+
+
+def _reported(skipped: Sequence[tuple[Candidate, SkipReason]]) -> tuple[int, ...]:
+    return tuple(candidate.ordinal for candidate, _ in skipped)[:MAX_REPORTED_SKIPS]

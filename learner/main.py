@@ -75,8 +75,8 @@ def run_learner(
     """
     stop = threading.Event()
     device = _set_up_torch(options, run.config.seed)
-    staging = _fresh_folder(options.cache_dir / f"learner-{options.learner_id}")
     with (
+        _scratch(options.cache_dir / f"learner-{options.learner_id}") as staging,
         _stop_on_signals(stop),
         Heartbeats(client, options.learner_id, on_drain=stop.set) as heartbeats,
     ):
@@ -113,7 +113,6 @@ def run_learner(
             learner.learn(options.learner_id)
         except Stopped as stopped:
             logger.info("%s; the next learner goes on from the last commit", stopped)
-    shutil.rmtree(staging)
 
 
 def _set_up_torch(options: LearnerOptions, seed: int) -> torch.device:
@@ -182,11 +181,15 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _fresh_folder(path: Path) -> Path:
-    """Empty: what a killed learner of this name left is of no use to anybody."""
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """An empty folder, removed at the end: what a killed learner of this name left is of no use."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-    return path
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _now() -> str:

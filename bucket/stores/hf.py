@@ -3,36 +3,68 @@ serialise commits. (Its S3 gateway honours `If-None-Match`: use `s3://` with tha
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
 from huggingface_hub import HfApi
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import (
+    BucketBatchError,
+    BucketNotFoundError,
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars
 
 from bucketrl.bucket.errors import BucketrlError, NotFound, StoreError, Unsupported, UserError
-from bucketrl.bucket.retry import Transient, retrying
+from bucketrl.bucket.retry import Transient, retry_after_s, retrying
 from bucketrl.bucket.store import ObjectInfo, Tier
+from bucketrl.bucket.stores.download import new_file
 
 T = TypeVar("T")
 
 DELETE_BATCH = 1000
 """Operations per batch request."""
+ATTEMPTS = 3
+"""Few: the Hub client has retried each request already."""
+_FAILURES = (
+    HfHubHTTPError,
+    EntryNotFoundError,
+    httpx2.HTTPError,
+    OSError,  # hf_xet: ConnectionError, PermissionError, FileNotFoundError
+    RuntimeError,  # hf_xet: whatever else goes wrong in a transfer
+)
 
 
 class HfStore:
     """Implements `Store` below `hf://buckets/<bucket_id>/<prefix>`. The token comes from HF_TOKEN or the
-    machine's login. `api` is the Hub client, replaceable for tests."""
+    machine's login. `api` is the Hub client (`HfApi`), replaceable for tests."""
 
     tier = Tier.PUT
 
-    def __init__(self, bucket_id: str, prefix: str, *, api: Any = None) -> None:
+    def __init__(
+        self,
+        bucket_id: str,
+        prefix: str,
+        *,
+        api: Any = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._bucket_id = bucket_id
         self._prefix = prefix + "/" if prefix else ""
+        self._sleep = sleep
         self.url = f"hf://buckets/{bucket_id}/{prefix}".rstrip("/")
-        self._api = api if api is not None else HfApi(library_name="bucketrl")
+        if api is None:
+            disable_progress_bars()  # one per object would drown a role's log
+            api = HfApi(library_name="bucketrl")
+        self._api = api
 
     def get(self, key: str) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -47,35 +79,33 @@ class HfStore:
         raise Unsupported(f"{self.url}: Hugging Face buckets have no conditional write; use the proxy")
 
     def put_file(self, key: str, path: Path) -> None:
+        path.stat()  # a missing local file is the caller's mistake, not a missing object
         self._batch(key, add=[(str(path), self._prefix + key)])
 
     def get_file(self, key: str, path: Path) -> None:
-        if path.exists():
-            raise FileExistsError(path)
-        name = self._prefix + key
-
-        def call() -> None:
-            self._api.download_bucket_files(self._bucket_id, [(name, str(path))], raise_on_missing_files=True)
-
-        self._do(key, call)
+        files = [(self._prefix + key, str(path))]
+        with new_file(path):
+            self._do(
+                key,
+                lambda: self._api.download_bucket_files(self._bucket_id, files, raise_on_missing_files=True),
+            )
 
     def size(self, key: str) -> int:
-        found = self._do(
-            key, lambda: list(self._api.get_bucket_paths_info(self._bucket_id, [self._prefix + key]))
-        )
+        name = self._prefix + key
+        found = self._do(key, lambda: list(self._api.get_bucket_paths_info(self._bucket_id, [name])))
         if not found:
             raise NotFound(f"{self.url}: {key}")
         return int(found[0].size)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        folder = (self._prefix + prefix).rstrip("/")
+        folder = (self._prefix + prefix).rstrip("/") or None
 
         def call() -> list[ObjectInfo]:
-            tree = self._api.list_bucket_tree(self._bucket_id, folder or None, recursive=True)
+            tree = self._api.list_bucket_tree(self._bucket_id, folder, recursive=True)
             return [
                 ObjectInfo(item.path.removeprefix(self._prefix), int(item.size))
                 for item in tree
-                if getattr(item, "size", None) is not None
+                if item.type == "file" and item.path.startswith(self._prefix + prefix)
             ]
 
         try:
@@ -83,13 +113,22 @@ class HfStore:
         except NotFound:
             return
         for info in sorted(found, key=lambda info: info.key):
-            if info.key.startswith(prefix) and info.key > start_after:
+            if info.key > start_after:
                 yield info
 
     def delete(self, keys: Iterable[str]) -> None:
         names = iter([self._prefix + key for key in keys])
         while batch := list(islice(names, DELETE_BATCH)):
-            self._batch("", delete=batch)
+            self._do("delete", partial(self._delete, batch))
+
+    def _delete(self, batch: Sequence[str]) -> None:
+        try:
+            self._api.batch_bucket_files(self._bucket_id, delete=batch)
+        except BucketBatchError as error:
+            # An operation that failed because its object is gone has done its work.
+            left = list(self._api.get_bucket_paths_info(self._bucket_id, batch))
+            if left:
+                raise Transient(f"{self.url}: {left[0].path} is still there after its deletion") from error
 
     def _batch(self, key: str, **operations: Any) -> None:
         self._do(key, lambda: self._api.batch_bucket_files(self._bucket_id, **operations))
@@ -98,28 +137,30 @@ class HfStore:
         def attempt() -> T:
             try:
                 return call()
-            except (HfHubHTTPError, EntryNotFoundError, httpx2.HTTPError, OSError) as error:
+            except _FAILURES as error:
                 raise self._translate(key, error) from error
 
-        return retrying(attempt)
+        return retrying(attempt, attempts=ATTEMPTS, base_s=1.0, sleep=self._sleep)
 
     def _translate(self, key: str, error: Exception) -> BucketrlError:
         where = f"{self.url}: {key}"
         response = getattr(error, "response", None)
         status = int(getattr(response, "status_code", 0) or 0)
-        if isinstance(error, EntryNotFoundError) or (status == 404 and key):
+        if isinstance(error, OfflineModeIsEnabled):
+            return UserError(
+                f"bucket {self.url}: HF_HUB_OFFLINE is set; unset it to use a Hugging Face bucket"
+            )
+        if isinstance(error, BucketNotFoundError | RepositoryNotFoundError):
+            return UserError(
+                f"bucket {self.url}: does not exist, or HF_TOKEN may not see it; create it or set the token"
+            )
+        if isinstance(error, PermissionError | LocalTokenNotFoundError) or status in (401, 403):
+            return UserError(f"bucket {self.url}: access refused; set HF_TOKEN to a token that may write it")
+        if isinstance(error, EntryNotFoundError | FileNotFoundError) or status == 404:
             return NotFound(where)
-        if status in (401, 403):
-            return UserError(f"bucket {self.url}: access denied; set HF_TOKEN to a token that may write it")
-        if status == 404:
-            return UserError(f"bucket {self.url}: does not exist; create it first")
-        if status == 429 or status >= 500 or isinstance(error, httpx2.TransportError):
-            return Transient(f"{where}: {type(error).__name__}", _retry_after(response))
-        return StoreError(f"{where}: {type(error).__name__}: HTTP {status}")
-
-
-def _retry_after(response: Any) -> float | None:
-    try:
-        return max(0.0, float(response.headers["retry-after"]))
-    except (AttributeError, KeyError, ValueError):
-        return None
+        message = f"{where}: {type(error).__name__}" + (f" (HTTP {status})" if status else "")
+        interrupted = isinstance(error, httpx2.TransportError | ConnectionError | TimeoutError)
+        if interrupted or isinstance(error, BucketBatchError) or status in (408, 429) or status >= 500:
+            header = response.headers.get("retry-after") if response is not None else None
+            return Transient(message, retry_after_s(header))
+        return StoreError(message)

@@ -5,11 +5,13 @@ so a reader or a crash never meets half an object. The folder must be on one fil
 """
 
 import errno
+import io
 import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.store import ObjectInfo, Tier
@@ -49,15 +51,16 @@ class LocalStore:
             raise self._failed(key, error) from error
 
     def put(self, key: str, data: bytes) -> None:
-        self._write(key, data, exclusive=False)
+        self._write(key, io.BytesIO(data), exclusive=False)
 
     def create(self, key: str, data: bytes) -> None:
         if not data:
             raise ValueError(f"{key}: an object made by create must not be empty")
-        self._write(key, data, exclusive=True)
+        self._write(key, io.BytesIO(data), exclusive=True)
 
     def put_file(self, key: str, path: Path) -> None:
-        self._write(key, path, exclusive=False)
+        with path.open("rb") as source:
+            self._write(key, source, exclusive=False)
 
     def get_file(self, key: str, path: Path) -> None:
         with new_file(path):
@@ -100,7 +103,8 @@ class LocalStore:
             return
         except OSError as error:
             raise self._failed(prefix, error) from error
-        for key, entry in sorted((_listed_as(prefix, entry), entry) for entry in entries if _counts(prefix, entry)):
+        named = {_listed_as(prefix, entry): entry for entry in entries if _counts(prefix, entry)}
+        for key, entry in sorted(named.items()):
             if key.endswith("/"):
                 # A folder is left out whole if all of its keys sort before `start_after`.
                 if key > start_after or start_after.startswith(key):
@@ -111,7 +115,7 @@ class LocalStore:
                 except FileNotFoundError:
                     continue  # deleted since the scan
 
-    def _write(self, key: str, source: bytes | Path, *, exclusive: bool) -> None:
+    def _write(self, key: str, source: BinaryIO, *, exclusive: bool) -> None:
         path = self._path(key)
         staged = self._root / STAGING / uuid.uuid4().hex
         try:
@@ -163,13 +167,9 @@ def _listed_as(prefix: str, entry: "os.DirEntry[str]") -> str:
     return prefix + entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
 
 
-def _write_through(path: Path, source: bytes | Path) -> None:
+def _write_through(path: Path, source: BinaryIO) -> None:
     with path.open("xb") as target:
-        if isinstance(source, Path):
-            with source.open("rb") as data:
-                shutil.copyfileobj(data, target, _CHUNK)
-        else:
-            target.write(source)
+        shutil.copyfileobj(source, target, _CHUNK)
         target.flush()
         os.fsync(target.fileno())
 

@@ -30,6 +30,7 @@ from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import BatchRecord, RunRecord, StartRecord, StepRecord, decode
 from bucketrl.bucket.store import Store, Tier
 from bucketrl.bucket.stores.memory import MemoryStore
+from bucketrl.learner.heartbeat import Heartbeats
 from bucketrl.learner.main import LearnerOptions, run_learner
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.publish import save_adapter
@@ -382,6 +383,30 @@ def test_a_learner_with_the_wrong_token_writes_nothing(world: World) -> None:
 def test_an_absent_proxy_does_not_keep_the_learner_from_finishing(world: World, undisturbed: World) -> None:
     world.learn(client=FakeProxy(silent=True))
     assert world.fingerprint() == undisturbed.fingerprint()
+
+
+def test_skips_are_reported_until_their_commit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as they are, they do not count as outstanding and new groups can be issued."""
+    reported: list[tuple[str, tuple[int, ...]]] = []
+    plain = Heartbeats.update
+
+    def record(self: Heartbeats, **changes: object) -> None:
+        plain(self, **changes)
+        reported.append((self.state.phase, self.state.pending_skips))
+
+    monkeypatch.setattr(Heartbeats, "update", record)
+    world.learn()
+    assert ("training", (1,)) in reported
+    assert ("publishing", (1,)) in reported
+    assert reported[-1] == ("finished", ())
+
+
+def test_scratch_space_is_removed_whatever_happens(world: World, tmp_path: Path) -> None:
+    with pytest.raises(Crash):
+        world.learn(EventStore(world.store, is_commit_of(1), die))
+    assert list(tmp_path.iterdir()) == []
+    world.learn()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_whose_groups_are_all_alike_ends_with_advice(model_folder: Path, tmp_path: Path) -> None:
