@@ -5,7 +5,7 @@ command names the function that runs it, which is imported when it is called.
 import argparse
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import bucketrl
 
@@ -13,7 +13,7 @@ ENGINES = ("auto", "vllm", "transformers")
 
 _MEMBER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}", re.ASCII)
 
-Verbs = "argparse._SubParsersAction[Parser]"
+Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,7 +86,9 @@ def _add_roles(verbs: Verbs) -> None:
     _add_member(verb, "--learner-id")
     verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     verb.add_argument("--threads", type=positive, metavar="N", help="of the CPU; default: torch decides")
-    verb.add_argument("--poll", type=above_zero, default=0.5, metavar="S", help="between listings for new groups")
+    verb.add_argument(
+        "--poll", type=above_zero, default=0.5, metavar="S", help="between listings for new groups"
+    )
 
 
 def _add_measurements(verbs: Verbs) -> None:

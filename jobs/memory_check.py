@@ -1,7 +1,6 @@
-"""Says how much memory a role will need before it loads anything, and refuses what cannot fit."""
+"""Says how much memory a role needs before it loads anything, and refuses what cannot fit."""
 
 import json
-import logging
 import os
 import subprocess
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
-from bucketrl.planner.memory_model import GIB, ModelShape, engine_bytes, learner_bytes
+from bucketrl.planner.memory_model import ModelShape, engine_bytes, learner_bytes
 
-logger = logging.getLogger(__name__)
-
+GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+UNKNOWN = "how much memory it takes cannot be told from this model's config.json"
 
 
 def model_shape(model_folder: Path) -> ModelShape | None:
@@ -35,44 +34,69 @@ def model_shape(model_folder: Path) -> ModelShape | None:
         return None
 
 
-def check_engine(config: RunConfig, model_folder: Path, groups_in_flight: int) -> None:
-    """Logs what a rollout engine will take. Raises UserError if it cannot fit."""
+def check_engine(config: RunConfig, model_folder: Path, *, kv_cache_bytes: int | None = None) -> str:
+    """One line for people. Raises UserError if a rollout engine cannot fit."""
+    return _check("an engine", _engine(config, model_shape(model_folder), kv_cache_bytes))
+
+
+def check_learner(config: RunConfig, model_folder: Path) -> str:
+    """One line for people. Raises UserError if a learner cannot fit."""
+    return _check("the learner", _learner(config, model_shape(model_folder)))
+
+
+def check_all(config: RunConfig, model_folder: Path, *, workers: int, kv_cache_bytes: int | None) -> str:
+    """One line for people. Raises UserError if `workers` engines and a learner cannot fit together."""
     shape = model_shape(model_folder)
+    needed = workers * _engine(config, shape, kv_cache_bytes) + _learner(config, shape)
+    return _check(f"{workers} engine(s) and the learner", needed)
+
+
+def _engine(config: RunConfig, shape: ModelShape | None, kv_cache_bytes: int | None) -> int:
+    """0 if the shape is unknown."""
     if shape is None:
-        return
-    sequences = groups_in_flight * config.sampling.group_size
-    needed = engine_bytes(
+        return 0
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    # Without a size the engine chooses one; a single request of full length is what it cannot do without.
+    kv_bytes = kv_cache_bytes or config.rollout.max_model_len * shape.kv_bytes_per_token(dtype_bytes)
+    return engine_bytes(
         shape,
-        dtype_bytes=DTYPE_BYTES[config.model.dtype],
+        dtype_bytes=dtype_bytes,
         rank=config.lora.rank,
         adapters=config.algorithm.max_staleness + 2,
-        kv_tokens=sequences * config.rollout.max_model_len,
+        kv_bytes=kv_bytes,
     )
-    _check("the engine", needed, "lower --groups-in-flight or rollout.max_model_len, or use a larger machine")
 
 
-def check_learner(config: RunConfig, model_folder: Path) -> None:
-    """Logs what the learner will take. Raises UserError if it cannot fit."""
-    shape = model_shape(model_folder)
+def _learner(config: RunConfig, shape: ModelShape | None) -> int:
+    """0 if the shape is unknown."""
     if shape is None:
-        return
-    needed = learner_bytes(
+        return 0
+    return learner_bytes(
         shape,
         dtype_bytes=DTYPE_BYTES[config.model.dtype],
         rank=config.lora.rank,
-        tokens=config.learner.tokens_per_microbatch,
-        longest=config.rollout.max_model_len,
+        # A micro-batch of one sequence may be longer than the budget, and a short batch does not fill it.
+        tokens=min(max(config.learner.tokens_per_microbatch, config.rollout.max_model_len), _batch(config)),
     )
-    _check("the learner", needed, "lower learner.tokens_per_microbatch, or use a larger machine")
 
 
-def _check(what: str, needed: int, advice: str) -> None:
+def _batch(config: RunConfig) -> int:
+    """Tokens of a step at most."""
+    completions = config.algorithm.groups_per_step * config.sampling.group_size
+    return completions * config.rollout.max_model_len
+
+
+def _check(what: str, needed: int) -> str:
+    if needed == 0:
+        return f"{what}: {UNKNOWN}"
     installed, where = _memory()
     if needed > installed:
         raise UserError(
-            f"{what} needs about {needed / GIB:.1f} GiB and {where} has {installed / GIB:.1f} GiB: {advice}"
+            f"{what} needs at least {needed / GIB:.1f} GiB and {where} has {installed / GIB:.1f} GiB: use a "
+            "smaller model, lower learner.tokens_per_microbatch or rollout.max_model_len, or take a larger "
+            "machine"
         )
-    logger.info("%s needs about %.1f of the %.1f GiB of %s", what, needed / GIB, installed / GIB, where)
+    return f"{what} needs at least {needed / GIB:.1f} of the {installed / GIB:.1f} GiB of {where}"
 
 
 def _memory() -> tuple[int, str]:

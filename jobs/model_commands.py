@@ -1,39 +1,71 @@
-"""`bucketrl evaluate | doctor`: measuring a policy or a task with an engine, outside a run."""
+"""`bucketrl doctor | evaluate`: measuring a task or a policy with an engine, outside a run."""
 
 import argparse
+import asyncio
+import sys
+import tempfile
 from pathlib import Path
 
-from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.stores import open_store
-from bucketrl.jobs.inspect_commands import bar
-from bucketrl.jobs.models import default_cache
-from bucketrl.jobs.role_commands import logger, new_member_id
-from bucketrl.jobs.runs import load_parts, open_run
+from bucketrl.jobs.config_file import load_config
+from bucketrl.jobs.memory_check import check_engine, check_learner
+from bucketrl.jobs.models import default_cache, resolve_model
+from bucketrl.jobs.progress import bar
+from bucketrl.jobs.role_commands import new_member_id
+from bucketrl.jobs.runs import draft_run, load_model, open_run
+from bucketrl.tasks.load import load_task
 
 
-def run_evaluate(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
+    """1 if the task gives no signal."""
+    run = draft_run(load_config(arguments.config), progress=_say)
+    model_path = resolve_model(run.config.model, progress=_say)
+    print(f"{arguments.config}: the configuration, the model and the task load")
+    for line in (check_engine(run.config, model_path), check_learner(run.config, model_path)):
+        print(line)
+    if not arguments.probe_task:
+        print("add --probe-task to measure whether the task can teach this model")
+        return 0
+    from bucketrl.jobs.doctor import render
+    from bucketrl.jobs.task_probe import probe_with_engine
+
+    with tempfile.TemporaryDirectory() as scratch:
+        found = asyncio.run(
+            probe_with_engine(
+                run,
+                model_path,
+                Path(scratch),
+                engine_kind=arguments.engine,
+                prompts=arguments.prompts,
+                seed=arguments.seed,
+            )
+        )
+    print(render(found))
+    return 1 if found.verdict == "none" else 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
     store = open_store(arguments.bucket)
-    run = open_run(store)
-    task, model_path = load_parts(run, progress=logger.info)
+    run: RunRecord = open_run(store)
+    task, model_path = load_task(run.config.task), load_model(run, progress=_say)
     from bucketrl.rollout_worker.evaluate import evaluate_versions
     from bucketrl.rollout_worker.options import WorkerOptions
 
     options = WorkerOptions(
         worker_id=new_member_id(), cache_dir=arguments.cache_dir or default_cache(), engine=arguments.engine
     )
-    versions = [_version(text) for text in arguments.version or ["latest"]]
-    with bar("evaluating") as progress:
-        shown = progress.add_task("problems", total=None)
+    with bar("evaluating", "problems") as progress:
         results = evaluate_versions(
             store,
             run,
             model_path=model_path,
             task=task,
-            versions=versions,
+            versions=arguments.version or [None],
             problems=arguments.problems,
             temperature=arguments.temperature or run.config.sampling.temperature,
             options=options,
-            progress=lambda done, total: progress.update(shown, completed=done, total=total),
+            progress=progress,
         )
     for result in results:
         print(
@@ -44,22 +76,5 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_arguments(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verb = verbs.add_parser("evaluate", help="held-out reward of committed policy versions")
-    verb.add_argument("--bucket", required=True, metavar="URL")
-    verb.add_argument("--version", action="append", metavar="N|latest", help="may be given several times")
-    verb.add_argument("--problems", type=int, default=200, metavar="N")
-    verb.add_argument(
-        "--temperature", type=float, default=0.0, help="default: the run's sampling temperature"
-    )
-    verb.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto")
-    verb.add_argument("--cache-dir", type=Path, metavar="FOLDER")
-    verb.set_defaults(command=run_evaluate)
-
-
-def _version(text: str) -> int | None:
-    if text == "latest":
-        return None
-    if text.isdecimal():
-        return int(text)
-    raise UserError(f"--version {text}: want a number or latest")
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

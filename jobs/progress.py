@@ -2,19 +2,25 @@
 comes from the proxy, as anybody could ask it."""
 
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bucketrl.api.client import ProxyClient, ProxyUnavailable
+from bucketrl.api.client import ProxyClient
+from bucketrl.api.errors import ProxyUnavailable
 from bucketrl.api.messages import LearnerState, RunStatus, StepSummary, WorkerSummary
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
+POLL_S = 0.2
 
 
 def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
@@ -25,6 +31,16 @@ def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
     size = -(-len(values) // width)
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
     return "".join(BARS[round(max(0.0, mean) / top * (len(BARS) - 1))] for mean in means)
+
+
+@contextmanager
+def bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A function of (done, total) that draws a bar on stderr, silent where nobody looks."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 class Display:
@@ -65,6 +81,12 @@ class Display:
         else:
             self._lines(status, workers, fresh)
         return status
+
+    def last_look(self, seconds: float) -> None:
+        """Updates until the proxy has seen the end of the run, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not ((status := self.update()) and status.finished) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def _lines(self, status: RunStatus, workers: list[WorkerSummary], fresh: list[StepSummary]) -> None:
         for step in fresh:

@@ -1,34 +1,34 @@
 """Trains a run's batches again, undisturbed, and compares every adapter with what the run committed.
 
 The learner finds `batches/` already written (they are its write-ahead log) and the trajectories in place,
-so it needs neither workers nor a proxy. On the same machine type and thread count, on CPU, every digest
-must come out equal, however often the run's own learner was killed.
+so it needs neither workers nor a proxy. On CPU, with the torch and the number of threads of the run, every
+digest must come out equal, however often the run's own learner was killed.
 """
 
-import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from bucketrl.bucket import keys
+from bucketrl.bucket import artifacts, keys
 from bucketrl.bucket.errors import UserError
-from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import RunRecord, StepRecord
 from bucketrl.bucket.store import Store
+from bucketrl.jobs.runs import read_log
+from bucketrl.learner.checkpoint import DESCRIPTION_FILE, Description, Environment
+from bucketrl.learner.main import LearnerOptions, run_learner
 
-COPIED = (keys.BATCH_PREFIX, keys.TRAJECTORY_PREFIX)
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Difference:
-    """A version whose bytes differ."""
+    """A file of a version whose bytes differ."""
 
     version: int
     file: str
     there: str
     """sha256 in the run."""
     here: str
-    """sha256 in the replay."""
+    """sha256 in the replay, or `absent`."""
 
 
 def replay(
@@ -37,38 +37,65 @@ def replay(
     """(versions compared, differences). `target` must be empty. Raises UserError."""
     if any(True for _ in target.list("")):
         raise UserError(f"bucket {target.url}: is not empty; give a fresh one for the replay")
-    steps = max(_adapters(source, run), default=0)
-    if steps < 1:
+    commits = _commits(source, run)
+    if len(commits) < 2:
         raise UserError(f"bucket {source.url}: run {run.run_id} has no optimizer step to replay")
+    environment = _environment(source, commits[-1])
     # A run that was stopped early is replayed as far as it came.
-    algorithm = run.config.algorithm.model_copy(update={"steps": steps})
+    algorithm = run.config.algorithm.model_copy(update={"steps": commits[-1].step})
     shorter = run.model_copy(update={"config": run.config.model_copy(update={"algorithm": algorithm})})
     target.put(keys.RUN, shorter.encode())
-    copied = 0
-    for prefix in COPIED:
-        for info in source.list(prefix):
-            target.put(info.key, source.get(info.key))
-            copied += 1
-    progress(f"{copied} objects copied; training {steps} steps again")
-    from bucketrl.learner.main import LearnerOptions, run_learner
-
+    copied = _copy(source, target, commits)
+    progress(
+        f"{copied} objects copied; training {commits[-1].step} steps again, {environment.threads} thread(s)"
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        options = LearnerOptions(learner_id="replay", cache_dir=Path(scratch), device="cpu")
+        options = LearnerOptions(
+            learner_id="replay", cache_dir=Path(scratch), device="cpu", threads=environment.threads
+        )
         run_learner(target, shorter, model_path=model_path, client=None, options=options)
-    there, here = _adapters(source, run), _adapters(target, shorter)
-    differences = [
-        Difference(version, file, there[version][file], here.get(version, {}).get(file, "absent"))
-        for version in sorted(there)
-        for file in sorted(there[version])
-        if there[version][file] != here.get(version, {}).get(file)
+    return len(commits), compare(commits, _commits(target, shorter))
+
+
+def compare(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> list[Difference]:
+    """Files of `there`'s adapters that `here` lacks or has with other bytes."""
+    found = {commit.policy.version: _digests(commit) for commit in here}
+    return [
+        Difference(
+            commit.policy.version, file, digest, found.get(commit.policy.version, {}).get(file, "absent")
+        )
+        for commit in there
+        for file, digest in sorted(_digests(commit).items())
+        if found.get(commit.policy.version, {}).get(file) != digest
     ]
-    return len(there), differences
 
 
-def _adapters(store: Store, run: RunRecord) -> dict[int, dict[str, str]]:
-    """version -> file name -> sha256, from the log."""
-    return {
-        record.policy.version: {file.key.rpartition("/")[2]: file.sha256 for file in record.policy.files}
-        for record in LogReader(store, run).refresh()
-        if isinstance(record, StepRecord)
-    }
+def _copy(source: Store, target: Store, commits: Sequence[StepRecord]) -> int:
+    """The batches and trajectories that the commits name."""
+    names = [commit.batch.key for commit in commits if commit.batch]
+    for commit in commits:
+        names += [ref.file.key for ref in commit.groups] + [ref.file.key for ref in commit.skipped]
+    for name in names:
+        target.put(name, source.get(name))
+    return len(names)
+
+
+def _environment(store: Store, commit: StepRecord) -> Environment:
+    """Under what the newest checkpoint was written. Raises UserError if this process cannot do the same."""
+    [file] = [file for file in commit.checkpoint.files if file.key.endswith(f"/{DESCRIPTION_FILE}")]
+    description = Description.model_validate_json(artifacts.read_verified(store, file))
+    if description.environment.device != "cpu":
+        raise UserError(
+            f"bucket {store.url}: was trained on {description.environment.device}, whose kernels do not repeat "
+            "bit for bit; only runs on CPU can be replayed"
+        )
+    return description.environment
+
+
+def _commits(store: Store, run: RunRecord) -> list[StepRecord]:
+    return [record for record in read_log(store, run) if isinstance(record, StepRecord)]
+
+
+def _digests(commit: StepRecord) -> dict[str, str]:
+    """File name -> sha256 of the adapter."""
+    return {file.key.rpartition("/")[2]: file.sha256 for file in commit.policy.files}

@@ -12,9 +12,9 @@ from typing import Any
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, UserError
-from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import EvaluationRecord, RunRecord, StepRecord, decode
 from bucketrl.bucket.store import Store
+from bucketrl.jobs.runs import read_log
 
 EDGE = 5
 """Steps at each end of the run over which the reward is averaged."""
@@ -48,19 +48,22 @@ class Summary:
             figures["heldout_before"] = round(before.mean_reward, 4)
             figures["heldout_after"] = round(after.mean_reward, 4)
             figures["heldout_problems"] = after.problems
-        for name in ("staleness_mean", "tokens_per_second"):
-            if self.curve(name):
-                figures[name] = round(fmean(self.curve(name)), 3)
-        if self.curve("staleness_max"):
+        if self.curve("staleness_mean"):
+            figures["staleness_mean"] = round(fmean(self.curve("staleness_mean")), 3)
             figures["staleness_max"] = max(self.curve("staleness_max"))
+        if self.curve("tokens"):
+            figures["tokens"] = sum(self.curve("tokens"))
+            figures["tokens_per_s"] = round(figures["tokens"] / max(self.seconds, 1e-9), 1)
+        skipped = [group for step in self.steps for group in step.skipped]
         figures["groups_trained"] = sum(len(step.groups) for step in self.steps)
-        figures["groups_skipped"] = sum(len(step.skipped) for step in self.steps)
+        figures["groups_skipped"] = len(skipped)
+        figures["dropped"] = sum(group.reason == "stale" for group in skipped)
         return figures
 
 
 def summarise(store: Store, run: RunRecord) -> Summary:
     """Raises UserError if the run has no optimizer step yet."""
-    commits = [record for record in LogReader(store, run).refresh() if isinstance(record, StepRecord)]
+    commits = [record for record in read_log(store, run) if isinstance(record, StepRecord)]
     steps = tuple(commit for commit in commits if commit.step > 0)
     if not steps:
         raise UserError(f"bucket {store.url}: run {run.run_id} has no optimizer step yet")
@@ -88,8 +91,14 @@ def text(summary: Summary) -> str:
             f"  staleness  mean {figures['staleness_mean']:.2f}, maximum {figures['staleness_max']:.0f}, "
             f"bound {run.config.algorithm.max_staleness}"
         )
+    if "tokens" in figures:
+        lines.append(
+            f"  tokens     {figures['tokens']:.0f} trained on, {figures['tokens_per_s']:.0f} a second from the "
+            "first commit to the last"
+        )
     lines.append(
-        f"  groups     {figures['groups_trained']:.0f} trained, {figures['groups_skipped']:.0f} skipped and named"
+        f"  groups     {figures['groups_trained']:.0f} trained, {figures['groups_skipped']:.0f} skipped and named, "
+        f"{figures['dropped']:.0f} of them dropped as stale"
     )
     return "\n".join(lines)
 
@@ -131,7 +140,7 @@ def plot(summary: Summary, path: Path) -> None:
     pyplot.close(figure)
 
 
-def record(summary: Summary, name: str, command: str, notes: str, folder: Path) -> Path:
+def record(summary: Summary, name: str, *, command: str, notes: str, folder: Path) -> Path:
     """Writes `<folder>/<name>.json`, the figures with what it takes to repeat them."""
     path = folder / f"{name}.json"
     document: dict[str, Any] = {

@@ -7,7 +7,6 @@ is the same up to the rounding of its kernels.
 """
 
 import logging
-import shutil
 import signal
 import threading
 import uuid
@@ -28,6 +27,7 @@ from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.log import LogReader, LogWriter
 from bucketrl.bucket.probe import probe
 from bucketrl.bucket.records import RunRecord
+from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store, Tier
 from bucketrl.learner.batches import Batches
 from bucketrl.learner.heartbeat import Heartbeats
@@ -76,7 +76,7 @@ def run_learner(
     stop = threading.Event()
     device = _set_up_torch(options, run.config.seed)
     with (
-        _scratch(options.cache_dir / f"learner-{options.learner_id}") as staging,
+        scratch_folder(options.cache_dir, "learner-") as staging,
         _stop_on_signals(stop),
         Heartbeats(client, options.learner_id, on_drain=stop.set) as heartbeats,
     ):
@@ -179,17 +179,6 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
-    """An empty folder, removed at the end: what a killed learner of this name left is of no use."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _now() -> str:

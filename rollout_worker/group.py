@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from bucketrl.bucket.errors import BucketrlError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
@@ -19,6 +20,10 @@ from bucketrl.rollout_worker.work import Work
 
 MIN_COMPLETIONS = 2
 """A single completion has no advantage within its group."""
+
+
+class VersionNotServed(BucketrlError):
+    """The version that a lease asks for did not arrive in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,14 @@ class GroupSampler:
         self._clock = clock
 
     async def sample(self, work: Work, attempt: str) -> SampledGroup:
-        """Draws all completions of the group. Raises PromptTooLong, TaskError; TimeoutError if the version
-        that the lease asks for was not loaded within the lease time."""
+        """Draws all completions of the group. Raises PromptTooLong, TaskError, VersionNotServed."""
         prompt = self._prompts.get("train", work.group_id.index)
-        async with asyncio.timeout(work.seconds):
-            await self._adapters.wait_for(work.policy_version)
+        try:
+            await asyncio.wait_for(self._adapters.wait_for(work.policy_version), work.seconds)
+        except TimeoutError:
+            raise VersionNotServed(
+                f"policy version {work.policy_version} was not served within the lease time"
+            ) from None
         drawn = await asyncio.gather(
             *(
                 self._draw(work, attempt, prompt, sample)

@@ -22,6 +22,12 @@ def load_engine(run: RunRecord, model_path: Path, options: WorkerOptions) -> tup
         raise UserError(
             f"model.id {run.config.model.id}: cannot load its tokenizer: {reason[:300]}"
         ) from error
+    if not tokenizer.chat_template:
+        # transformers makes up an empty tokenizer where a folder has no tokenizer files.
+        raise UserError(
+            f"model.id {run.config.model.id}: its tokenizer has no chat template; take an instruct model, or add "
+            "chat_template.jinja to the model folder"
+        )
     settings = engine_settings(
         run.config,
         model_path,

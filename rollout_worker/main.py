@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from bucketrl.api.client import ProxyClient
+from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.blocking import in_thread
@@ -34,6 +35,12 @@ def run_worker(
 
     Raises UserError for a model, task or token that cannot work, and what an engine raises when it dies.
     """
+    size = task.size("train")
+    if size != run.prompts_per_epoch:
+        raise UserError(
+            f"task: it has {size} training prompts here, but {run.prompts_per_epoch} where the run was created; "
+            "give this machine the same data files and package versions"
+        )
     asyncio.run(_run(store, run, model_path, task, client, options))
 
 

@@ -1,9 +1,13 @@
 """What differs between the rollout workers of one run."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker.engines import EngineKind
+
+_WORKER_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +30,17 @@ class WorkerOptions:
     reward_processes: int = 1
     reward_timeout_s: float = 10.0
     """For one completion; after that it is dropped."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value that cannot work."""
+        if not _WORKER_ID.fullmatch(self.worker_id):
+            raise UserError(
+                f"worker_id: {self.worker_id[:80]!r} has to be 1 to 64 lower case letters, digits or dashes"
+            )
+        if self.grace_s < 0:
+            raise UserError(f"grace_s: {self.grace_s} has to be 0 or more")
+        for name in ("max_groups_in_flight", "reward_processes", "reward_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name}: {getattr(self, name)} has to be more than 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise UserError(f"gpu_memory_utilization: {self.gpu_memory_utilization} has to be in (0, 1]")

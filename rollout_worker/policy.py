@@ -39,6 +39,7 @@ class PolicyWatcher:
         self._rng = rng
         self._on_finished = on_finished
         self._moved = asyncio.Condition()
+        self._reading = asyncio.Lock()
         self.head: PolicyHead | None = None
         """The newest commit seen; None before the first."""
 
@@ -81,10 +82,11 @@ class PolicyWatcher:
 
     async def read_log(self) -> None:
         """Catches up with the log. A store that fails now is asked again next time."""
-        try:
-            await in_thread(self._reader.refresh)
-        except (StoreError, IntegrityError) as error:
-            logger.warning("cannot follow the log: %s", error)
+        async with self._reading:
+            try:
+                await in_thread(self._reader.refresh)
+            except (StoreError, IntegrityError) as error:
+                logger.warning("cannot follow the log: %s", error)
         state = self._reader.state
         if state.step is None:
             return

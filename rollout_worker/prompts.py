@@ -12,6 +12,7 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     eos_token_id: int | None
+    chat_template: str | None
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
 

@@ -30,7 +30,7 @@ from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.engine import Engine
-from bucketrl.rollout_worker.group import GroupSampler, SampledGroup
+from bucketrl.rollout_worker.group import GroupSampler, SampledGroup, VersionNotServed
 from bucketrl.rollout_worker.heartbeat import Heartbeats
 from bucketrl.rollout_worker.link import ProxyLink
 from bucketrl.rollout_worker.options import WorkerOptions
@@ -176,9 +176,8 @@ class RolloutWorker:
             group = await self._sampler.sample(work, attempt)
         except (PromptTooLong, TaskError) as error:
             self._fail(work, str(error), hopeless=True)
-        except TimeoutError:
-            reason = f"policy version {work.policy_version} was not loaded within the lease time"
-            self._fail(work, reason, hopeless=False)
+        except VersionNotServed as error:
+            self._fail(work, str(error), hopeless=False)
         else:
             self._complete.add(work)
             self._spawn(self._finish(group), self._others)
@@ -258,10 +257,10 @@ class RolloutWorker:
             reserve = self._options.grace_s * RELEASE_SHARE
             await self._source.settle(reserve)
             idle = [work for work in self._source.held.values() if work not in self._complete]
-            giving = asyncio.gather(*map(self._source.give_back, idle))
+            giving = asyncio.gather(*map(self._source.give_back, idle), return_exceptions=True)
             if not await _in_time(self._drain(), self._options.grace_s - 2 * reserve):
                 logger.warning("grace period over: %d complete groups not uploaded", len(self._complete))
-            late = asyncio.gather(*map(self._source.give_back, list(self._complete)))
+            late = asyncio.gather(*map(self._source.give_back, self._complete), return_exceptions=True)
             await _in_time(asyncio.gather(giving, late), reserve)
         await self._rewards.close()
         await _in_time(closing, self._options.grace_s)

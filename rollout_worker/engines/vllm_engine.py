@@ -4,6 +4,7 @@ Written against the public API that vLLM 0.24 to 0.33 share. Speculative decodin
 samples from a wrong distribution at temperature > 0, and the reported logprobs do not show it.
 """
 
+import gc
 import importlib.metadata
 import itertools
 import logging
@@ -176,8 +177,10 @@ class VllmEngine:
 
     async def close(self) -> None:
         if self._llm is not None:
-            llm, self._llm = self._llm, None
-            await in_thread(llm.shutdown)
+            await in_thread(self._llm.shutdown)
+            self._llm = None
+            # Its finalizer fails, with a traceback, if it first runs while the interpreter shuts down.
+            gc.collect()
         self._adapters.clear()
 
 

@@ -12,7 +12,18 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "cpu.txt"
-HEAVY = ("torch", "vllm", "transformers", "peft", "numpy", "pydantic", "httpx", "fastapi", "matplotlib", "rich")
+HEAVY = (
+    "torch",
+    "vllm",
+    "transformers",
+    "peft",
+    "numpy",
+    "pydantic",
+    "httpx",
+    "fastapi",
+    "matplotlib",
+    "rich",
+)
 
 
 def locked() -> dict[str, str]:
@@ -51,7 +62,11 @@ def test_every_requirement_of_ours_is_locked_and_satisfied() -> None:
     for text in requires("bucketrl") or []:
         requirement = Requirement(text)
         name = canonicalize_name(requirement.name)
-        if name in ("bucketrl", "torch", "vllm"):  # ourselves; installed by a rule of its own; the GPU's engine
+        if name in (
+            "bucketrl",
+            "torch",
+            "vllm",
+        ):  # ourselves; installed by a rule of its own; the GPU's engine
             continue
         assert name in pins, text
         assert requirement.specifier.contains(pins[name]), f"{text}: locked is {pins[name]}"
@@ -74,7 +89,9 @@ def test_help_loads_nothing_heavy() -> None:
         "    assert 'usage: bucketrl' in text.getvalue()\n"
         "print(json.dumps(sorted(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     assert not loaded & set(HEAVY)
 

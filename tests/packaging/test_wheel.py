@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=400
-    )
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -57,7 +55,9 @@ def test_it_holds_every_file_of_the_packages(dist: Path) -> None:
     wanted = {"bucketrl/__init__.py", "bucketrl/py.typed", "bucketrl/proxy/dashboard.html"}
     for link in (ROOT / "src" / "bucketrl").iterdir():
         if link.is_symlink():
-            tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", link.name, cwd=ROOT)
+            tracked = run(
+                "git", "ls-files", "--cached", "--others", "--exclude-standard", link.name, cwd=ROOT
+            )
             wanted |= {f"bucketrl/{name}" for name in tracked.splitlines() if (ROOT / name).exists()}
     assert wanted <= set(packed), sorted(wanted - set(packed))
 

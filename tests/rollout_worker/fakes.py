@@ -334,6 +334,7 @@ class FakeTokenizer:
     """One token per character. The template marks the turns."""
 
     eos_token_id: int | None = 0
+    chat_template: str | None = "<content>"
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
         assert kwargs == {"tokenize": False, "add_generation_prompt": True}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Core
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bucketrl.bucket.errors import UserError
@@ -28,6 +28,7 @@ def model(tmp_path: Path) -> Path:
     words = ["<pad>", "</s>", "<s>", *map(chr, range(32, 123))]
     core = Core(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="</s>", bos_token="<s>", pad_token="<pad>", unk_token="<pad>"
@@ -74,5 +75,5 @@ def test_a_model_without_a_tokenizer_is_one_clear_line(
     tmp_path: Path, options: Callable[..., WorkerOptions]
 ) -> None:
     save_model(tmp_path / "bare")
-    with pytest.raises(UserError, match=r"model\.id fake: cannot load its tokenizer"):
+    with pytest.raises(UserError, match=r"model\.id fake: its tokenizer has no chat template"):
         load_engine(make_run(), tmp_path / "bare", options("transformers"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker import main
 from bucketrl.rollout_worker.engine import SamplingRequest
 from bucketrl.rollout_worker.main import WorkerOptions, run_worker
@@ -64,6 +65,32 @@ def test_a_signal_ends_the_worker_in_good_order(
     assert completed | set(world.proxy.released) == set(world.proxy.leased)
     assert world.engine.closed
     assert list(Path(world.folder / "cache" / "adapters").iterdir()) == []
+
+
+def test_a_task_of_another_size_is_refused_before_anything_starts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Group ids would name other prompts than on the other machines."""
+    monkeypatch.setattr(world.task, "size", lambda split: 999)
+    with pytest.raises(UserError, match="task: it has 999 training prompts here, but 1000"):
+        work(world, monkeypatch)
+    assert world.proxy.heartbeats == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("worker_id", "W_0"),
+        ("worker_id", ""),
+        ("max_groups_in_flight", 0),
+        ("reward_processes", 0),
+        ("grace_s", -1.0),
+        ("gpu_memory_utilization", 1.5),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(UserError, match=field):
+        WorkerOptions(**({"worker_id": "w0", "cache_dir": tmp_path} | {field: value}))
 
 
 def test_the_end_of_the_run_ends_the_worker(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""reasoning-gym tasks: their own verifiers behind every answer rule."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from bucketrl.tasks.load import load_task
+
+WRAPPED = {
+    "whole": "{}",
+    "line": "Let me think.\n{}\n",
+    "first_number": "{} is the result",
+    "last_number": "The result is {}.",
+    "boxed": "So \\boxed{{{}}}.",
+    "tag": "Because. <answer>{}</answer>",
+}
+TEXT_RULES = ("whole", "line", "boxed", "tag")
+NUMBER_DATASETS = (
+    "chain_sum",
+    "basic_arithmetic",
+    "gcd",
+    "lcm",
+    "products",
+    "letter_counting",
+    "leg_counting",
+)
+TEXT_DATASETS = ("spell_backward", "number_sorting", "word_sorting", "base_conversion")
+
+
+def settings_of(dataset: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "reasoning_gym", "dataset": dataset, "train_size": 50, "heldout_size": 10, **more}
+
+
+def check(dataset: str, rule: str) -> None:
+    task = load_task(settings_of(dataset, answer_rule=rule))
+    for index in range(5):
+        prompt = task.prompt("train", index)
+        answer = prompt.reference["answer"]
+        if "\n" in answer and rule == "line":
+            continue
+        right = task.score(prompt, WRAPPED[rule].format(answer), "stop")
+        assert right.total == right.parts["correct"] == 1.0, (dataset, rule, answer)
+        assert task.score(prompt, WRAPPED[rule].format(answer), "length").total == 0.0
+        assert task.score(prompt, WRAPPED[rule].format("9876501234"), "stop").parts["correct"] == 0.0
+
+
+def test_chain_sum_is_scored_by_its_own_verifier() -> None:
+    check("chain_sum", "last_number")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", WRAPPED)
+@pytest.mark.parametrize("dataset", NUMBER_DATASETS)
+def test_numbers_are_scored_behind_every_rule(dataset: str, rule: str) -> None:
+    check(dataset, rule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", TEXT_RULES)
+@pytest.mark.parametrize("dataset", TEXT_DATASETS)
+def test_texts_are_scored_behind_every_rule_for_text(dataset: str, rule: str) -> None:
+    check(dataset, rule)
+
+
+def test_prompts_are_stable_disjoint_and_picklable() -> None:
+    """243 one-digit chains at most exist for this setting."""
+    settings = settings_of(
+        "chain_sum",
+        params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        train_size=400,
+        heldout_size=60,
+    )
+    task = load_task(settings)
+    copy = pickle.loads(pickle.dumps(task))
+    train = [task.prompt("train", i).messages[-1]["content"] for i in range(400)]
+    assert train == [copy.prompt("train", i).messages[-1]["content"] for i in range(400)]
+    held_out = {task.prompt("heldout", i).messages[-1]["content"] for i in range(60)}
+    assert len(held_out) == 60
+    assert held_out.isdisjoint(train)
