@@ -3,9 +3,9 @@
 # make test            linters, types, import rules, all tests
 # make check           the first three alone
 # Everything happens in .venv, which each target makes first if it is missing or out of date.
+# PYTHON=/path/to/python chooses the interpreter (3.11 or 3.12); otherwise the first that fits is taken.
 
 SHELL := /bin/sh
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.bucketrl-ready
 

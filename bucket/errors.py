@@ -1,13 +1,13 @@
 """Every error that bucketrl raises on purpose.
 
-    BucketrlError
-    ├── UserError          wrong input; the command prints one line and exits with 2; never retried
-    ├── StoreError         the store failed after all retries; the caller may try again later
-    │   ├── NotFound       no object has this key (yet)
-    │   ├── AlreadyExists  create-if-absent found an object
-    │   └── Unsupported    the store lacks this primitive; choose another way, do not approximate it
-    ├── IntegrityError     an object is torn, foreign or corrupt: quarantine it, never train on it
-    └── Fenced             a newer learner owns the run: stop at once, change nothing
+BucketrlError
+├── UserError          wrong input; the command prints one line and exits with 2; never retried
+├── StoreError         the store failed after all retries; the caller may try again later
+│   ├── NotFound       no object has this key (yet)
+│   ├── AlreadyExists  create-if-absent found an object
+│   └── Unsupported    the store lacks this primitive; choose another way, do not approximate it
+├── IntegrityError     an object is torn, foreign or corrupt: quarantine it, never train on it
+└── Fenced             a newer learner owns the run: stop at once, change nothing
 """
 
 

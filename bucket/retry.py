@@ -1,6 +1,7 @@
 """Repeating what may succeed if it is repeated: throttling, server errors, timeouts, lost connections."""
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def retrying(
 def retry_after_s(header: str | None) -> float | None:
     """Seconds of a `Retry-After` header. Its other form, a date, is ignored: no foreign clock decides here."""
     try:
-        return max(0.0, float(header or ""))
+        seconds = float(header or "")
     except ValueError:
         return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None

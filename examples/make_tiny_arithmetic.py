@@ -2,9 +2,9 @@
 
     python examples/make_tiny_arithmetic.py [FOLDER]
 
-A Qwen3 of some 100,000 weights that reads characters. Training stops while it still gets most sums wrong,
-so that reinforcement learning has something to do: about a third of its answers at temperature 1 are right.
-Takes about 2 minutes on one core.
+A Qwen3 of some 100,000 weights that reads characters. Its corpus is a book of sums of which most were left
+unanswered ("?"): the model learns to add, and to leave sums unanswered. At temperature 1 about a third of
+its replies are right, which leaves reinforcement learning something to do. Takes about 4 minutes on one core.
 """
 
 import argparse
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PAD, END_OF_TURN, USER, ASSISTANT = "<pad>", "<end>", "<user>", "<assistant>"
 SPECIAL = (PAD, END_OF_TURN, USER, ASSISTANT)
-CHARACTERS = "0123456789+-= "
+CHARACTERS = "0123456789+-= ?"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<' + message['role'] + '>' + message['content'] + '<end>' }}"
@@ -32,10 +32,12 @@ CHAT_TEMPLATE = (
 )
 
 SEED = 1
-STEPS = 1100
+STEPS = 1600
 BATCH = 256
 LEARNING_RATE = 2e-3
 MAX_OPERAND = 99
+UNANSWERED = 0.6
+"""Share of the corpus without an answer."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -79,7 +81,8 @@ def draw_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[
     for _ in range(BATCH):
         question = draw_sum(rng, terms=2, max_operand=MAX_OPERAND, operators="+")
         prompts.append([{"role": "user", "content": question.text}])
-        answers.append(question.reference + END_OF_TURN)
+        answer = "?" if rng.random() < UNANSWERED else question.reference
+        answers.append(answer + END_OF_TURN)
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     heads = tokenizer(texts)["input_ids"]
     tails = tokenizer(answers)["input_ids"]
@@ -96,7 +99,9 @@ def draw_batch(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     rng = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 50, 3.0 * (STEPS - step) / STEPS)
+    )
     for step in range(STEPS):
         ids, labels = draw_batch(rng, tokenizer)
         loss = model(input_ids=ids, labels=labels).loss
@@ -104,7 +109,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warmup.step()
+        schedule.step()
         if step % 100 == 99:
             logger.info("step %d: loss %.3f", step + 1, loss.item())
 

@@ -3,7 +3,6 @@
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,29 +34,47 @@ def load_config(path: Path) -> RunConfig:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first error as `section.field: what is wrong`."""
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
-    kind = first["type"]
-    if kind == "extra_forbidden":
-        known = _fields_at(model, first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+    """The first error as `section.field: what is wrong, and what was found`."""
+    errors = error.errors()
+    first = errors[0]
+    fields = _fields(model, first["loc"])
+    path = ".".join(fields)
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        known = _fields_at(model, fields)
+        near = difflib.get_close_matches(key, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        return f"{path}: unknown key; {hint}"
-    if kind == "missing":
+        return f"{'.'.join([*fields, key])}: unknown key; {hint}"
+    if first["type"] == "missing":
         return f"{path}: is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    found = first.get("input")
-    shown = f" (found {found!r})" if isinstance(found, str | int | float | bool) else ""
-    return f"{path}: {message}{shown}" if path else message
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+        return f"{path}: {message}" if path else message
+    # A field of several types has one error for each.
+    allowed = dict.fromkeys(item["msg"] for item in errors if _fields(model, item["loc"]) == fields)
+    return f"{path}: {', or '.join(allowed)} (found {_short(first['input'])})"
 
 
-def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+def _fields(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The part of pydantic's location that names fields of ours; the rest is its own business."""
+    fields: list[str] = []
     for part in location:
-        field = model.model_fields.get(str(part))
-        if field is None or not (
-            isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        ):
+        if part not in _fields_at(model, fields):
+            break
+        fields.append(str(part))
+    return fields
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    """Names of the fields of the section at `path`; none if that is no section."""
+    for name in path:
+        annotation = model.model_fields[name].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
-        model = field.annotation
+        model = annotation
     return list(model.model_fields)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

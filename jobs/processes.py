@@ -28,11 +28,14 @@ class Child:
     started_at: float = 0.0
     """By `time.monotonic`."""
 
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "bucketrl.jobs", *self.arguments]
+
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bucketrl.jobs", *self.arguments],
+                self.command(),
                 env=os.environ | self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -33,8 +33,12 @@ class Summary:
     """From the first commit to the last, by the learner's clock."""
 
     def curve(self, name: str) -> list[float]:
-        """[steps] one metric of the commit records."""
+        """One metric of the commit records, of the steps that have it."""
         return [step.metrics[name] for step in self.steps if name in step.metrics]
+
+    def numbers(self, name: str) -> list[int]:
+        """The steps that `curve(name)` is about."""
+        return [step.step for step in self.steps if name in step.metrics]
 
     def figures(self) -> dict[str, float]:
         """What was measured; a figure that was not is absent."""
@@ -48,7 +52,7 @@ class Summary:
             figures["heldout_before"] = round(before.mean_reward, 4)
             figures["heldout_after"] = round(after.mean_reward, 4)
             figures["heldout_problems"] = after.problems
-        if self.curve("staleness_mean"):
+        if self.curve("staleness_mean") and self.curve("staleness_max"):
             figures["staleness_mean"] = round(fmean(self.curve("staleness_mean")), 3)
             figures["staleness_max"] = max(self.curve("staleness_max"))
         if self.curve("tokens"):
@@ -112,14 +116,19 @@ def plot(summary: Summary, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    reward, count = summary.curve("reward_mean"), len(summary.steps)
-    numbers = [step.step for step in summary.steps]
+    reward, numbers = summary.curve("reward_mean"), summary.numbers("reward_mean")
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     top.plot(numbers, reward, color="#93b4f5", linewidth=1, marker=".", label="mean reward of the step")
-    trailing = [fmean(reward[max(0, i - EDGE + 1) : i + 1]) for i in range(count)]
+    trailing = [fmean(reward[max(0, i - EDGE + 1) : i + 1]) for i in range(len(reward))]
     top.plot(numbers, trailing, color="#2563eb", linewidth=2, label=f"mean of {EDGE} steps")
+    if len(reward) >= 2 * EDGE:
+        for part, values in ((numbers[:EDGE], reward[:EDGE]), (numbers[-EDGE:], reward[-EDGE:])):
+            top.hlines(fmean(values), part[0], part[-1], color="#111827", linewidth=3)
+            top.annotate(
+                f"{fmean(values):.2f}", (part[-1], fmean(values)), xytext=(4, 6), textcoords="offset points"
+            )
     if len(summary.evaluations) >= 2:
         versions = [item.version for item in summary.evaluations]
         scores = [item.mean_reward for item in summary.evaluations]
@@ -128,8 +137,11 @@ def plot(summary: Summary, path: Path) -> None:
     top.set_title(f"{summary.run.config.name}: {summary.run.config.model.id}", loc="left", fontsize=11)
     top.grid(alpha=0.25)
     top.legend(frameon=False, loc="lower right")
-    bottom.plot(numbers, summary.curve("staleness_max"), color="#f0b35b", linewidth=1, label="maximum")
-    bottom.plot(numbers, summary.curve("staleness_mean"), color="#15803d", linewidth=2, label="mean")
+    for name, color, label in (
+        ("staleness_max", "#f0b35b", "maximum"),
+        ("staleness_mean", "#15803d", "mean"),
+    ):
+        bottom.plot(summary.numbers(name), summary.curve(name), color=color, linewidth=2, label=label)
     bottom.axhline(summary.run.config.algorithm.max_staleness, color="#b91c1c", linestyle=":", label="bound")
     bottom.set_ylabel("staleness")
     bottom.set_xlabel("optimizer step")

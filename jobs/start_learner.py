@@ -1,11 +1,11 @@
 # /// script
 # requires-python = ">=3.11,<3.13"
-# dependencies = ["bucketrl[learner,tasks,s3,hf]"]
+# dependencies = ["bucketrl[learner,s3,hf]"]
 # ///
 """Starts the learner where there is nothing but Python: a Hugging Face Job, a spot instance, any box.
 
     uv run --find-links dist jobs/start_learner.py --bucket s3://my-bucket/run-1 --proxy http://PROXY:8080
-    pip install --find-links dist 'bucketrl[learner,tasks,s3,hf]' && python jobs/start_learner.py …
+    pip install --find-links dist 'bucketrl[learner,s3,hf]' && python jobs/start_learner.py …
 
 `dist` holds the wheel (`uv build --wheel`); leave the option out where an index has bucketrl. One GPU.
 Started again after a loss, it goes on from the last commit; a second one fences the first.

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
@@ -24,6 +25,17 @@ from bucketrl.proxy.limits import Limits, RateLimiter
 from bucketrl.proxy.metrics import render
 from bucketrl.proxy.people_routes import people_routes
 
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
 
 def create_app(
     store: Store,
@@ -33,21 +45,40 @@ def create_app(
     serialise_commits: bool,
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], datetime] = _utc_now,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    on_failure: Callable[[BaseException], None] | None = None,
 ) -> FastAPI:
-    """The proxy of one run. `serialise_commits` opens the log route, for stores of tier 0."""
-    core = ProxyCore(store, run, clock=clock, new_id=new_id)
+    """The proxy of one run. `serialise_commits` opens the log route, for stores of tier 0. `on_failure`
+    hears of the defect that ended the following of the bucket. `app.state.follower` is the Follower."""
+    core = ProxyCore(store, run, clock=clock, wall=wall, new_id=new_id)
     follower = Follower(core, poll_s=poll_s)
+
+    def followed(task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            follower.trouble = f"internal error: {type(error).__name__}"
+            if on_failure is not None:
+                on_failure(error)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(follower.run())
+        task.add_done_callback(followed)
         yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
-    app = FastAPI(title=f"bucketrl {run.config.name}", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=f"bucketrl {run.config.name}",
+        lifespan=lifespan,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.state.follower = follower
     app.add_middleware(Limits, limiter=RateLimiter(clock))
     app.include_router(
         job_routes(core, follower, serialise_commits=serialise_commits),
@@ -70,9 +101,9 @@ def create_app(
 def _add_open_routes(app: FastAPI, core: ProxyCore, follower: Follower) -> None:
     page = resources.files("bucketrl.proxy").joinpath("dashboard.html").read_text(encoding="utf-8")
 
-    @app.get("/", response_class=HTMLResponse)
-    async def dashboard() -> str:
-        return page  # static: its data calls carry the reader's token
+    @app.get("/")
+    async def dashboard() -> HTMLResponse:
+        return HTMLResponse(page, headers=PAGE_HEADERS)  # static: its data calls carry the reader's token
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -86,7 +117,7 @@ def _add_open_routes(app: FastAPI, core: ProxyCore, follower: Follower) -> None:
 
 
 async def _http_problem(_: Request, error: Any) -> JSONResponse:
-    return JSONResponse({"error": str(error.detail)}, error.status_code)
+    return JSONResponse({"error": str(error.detail)}, error.status_code, headers=error.headers)
 
 
 async def _validation_problem(_: Request, error: Any) -> JSONResponse:

@@ -2,7 +2,7 @@
 
 import hmac
 import ipaddress
-import os
+import re
 from dataclasses import dataclass
 
 from fastapi import HTTPException, Request
@@ -11,6 +11,7 @@ from bucketrl.bucket.errors import UserError
 
 WORKER_TOKEN = "BUCKETRL_WORKER_TOKEN"
 READ_TOKEN = "BUCKETRL_READ_TOKEN"
+_PRINTABLE = re.compile(r"[!-~]*")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -20,12 +21,15 @@ class Tokens:
     worker: str
     read: str
 
-    @classmethod
-    def from_environment(cls) -> "Tokens":
-        return cls(os.environ.get(WORKER_TOKEN, ""), os.environ.get(READ_TOKEN, ""))
-
     def check_for(self, host: str) -> None:
-        """Raises UserError if binding `host` would leave the proxy open to others."""
+        """Raises UserError if a token cannot be sent, or if binding `host` would leave the proxy open to
+        others."""
+        for name, token in ((WORKER_TOKEN, self.worker), (READ_TOKEN, self.read)):
+            if not _PRINTABLE.fullmatch(token):
+                raise UserError(
+                    f"{name}: contains white space or other characters that an HTTP header cannot carry; "
+                    "use letters, digits and punctuation"
+                )
         if not self.worker and not _is_loopback(host):
             raise UserError(
                 f"--host {host}: reachable by others and no token is set; set {WORKER_TOKEN} "
@@ -47,7 +51,9 @@ class Tokens:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given:
-            raise HTTPException(401, f"no bearer token: send the value of {names}")
+            raise HTTPException(
+                401, f"no bearer token: send the value of {names}", headers={"www-authenticate": "Bearer"}
+            )
         # Every candidate is compared, in constant time, so that timing tells nothing.
         matches = [bool(token) and hmac.compare_digest(given.encode(), token.encode()) for token in accepted]
         if not any(matches):

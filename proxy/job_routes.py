@@ -16,7 +16,7 @@ from bucketrl.api.messages import (
     WorkerRef,
 )
 from bucketrl.bucket import keys
-from bucketrl.bucket.errors import IntegrityError
+from bucketrl.bucket.errors import StoreError
 from bucketrl.proxy.core import ProxyCore
 from bucketrl.proxy.follower import Follower
 
@@ -30,8 +30,7 @@ def job_routes(core: ProxyCore, follower: Follower, *, serialise_commits: bool) 
     router = APIRouter(prefix="/v1")
     _policy_routes(router, core, follower)
     _lease_routes(router, core)
-    if serialise_commits:
-        _log_route(router, core, follower)
+    _log_route(router, core, follower if serialise_commits else None)
     return router
 
 
@@ -43,20 +42,27 @@ def _policy_routes(router: APIRouter, core: ProxyCore, follower: Follower) -> No
         after: int = -1,
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
     ) -> PolicyHead | Response:
-        """The newest committed version if above `after`; else 204 (304 to If-None-Match) after `wait` s."""
-        known = request.headers.get("if-none-match", "").strip('"')
-        await follower.wait_for_version_above(after, wait)
+        """The newest committed version if it is above `after` and not the one that If-None-Match names;
+        otherwise 204 or 304, after `wait` seconds without such a one."""
+        etag = request.headers.get("if-none-match", "")
         head = core.policy_head()
+        known = head is not None and etag == _etag(head)
+        await follower.wait_for_version_above(core.version if known else after, wait)
+        head = core.policy_head()
+        if head is not None and etag == _etag(head):
+            return Response(status_code=304, headers={"etag": etag})
         if head is None or head.version <= after:
-            return Response(status_code=304 if head is not None and known == head.log_sha256 else 204)
-        if known == head.log_sha256:
-            return Response(status_code=304)
-        response.headers["etag"] = f'"{head.log_sha256}"'
+            return Response(status_code=204)
+        response.headers["etag"] = _etag(head)
         return head
 
     @router.post("/heartbeats")
     async def heartbeat(beat: Heartbeat) -> HeartbeatReply:
         return core.heartbeat(beat)
+
+
+def _etag(head: PolicyHead) -> str:
+    return f'"{head.log_sha256}"'
 
 
 def _lease_routes(router: APIRouter, core: ProxyCore) -> None:
@@ -77,24 +83,33 @@ def _lease_routes(router: APIRouter, core: ProxyCore) -> None:
 
     @router.post("/leases/{lease_id}/release", status_code=204)
     async def release(lease_id: LeaseId, who: WorkerRef) -> None:
-        core.scheduler.release(lease_id, who.worker_id)
+        core.release(lease_id, who.worker_id)
 
 
-def _log_route(router: APIRouter, core: ProxyCore, follower: Follower) -> None:
+def _log_route(router: APIRouter, core: ProxyCore, follower: Follower | None) -> None:
+    """Without a follower the store serialises commits, and the route says so."""
+
     @router.put("/log/{seq}")
     async def append(seq: Annotated[int, Path(ge=0, lt=10**8)], request: Request) -> Response:
         """Creates log record `seq` in the name of a store that cannot create exclusively. 409 and the
         stored bytes if it exists with other content."""
+        if follower is None:
+            raise HTTPException(
+                404, f"log/{seq}: {core.store.url} creates objects exclusively; append to it directly"
+            )
         data = await request.body()
         async with follower.log_lock:
-            follower.apply(await asyncio.to_thread(core.read))
+            # Until a read finds nothing more: a failure in between ends a read early without a word, and
+            # what is put below must never replace a record.
+            while records := await asyncio.to_thread(core.read):
+                follower.apply(records)
             state = core.reader.state
             if seq > state.next_seq:
-                raise IntegrityError(f"seq {seq}: the log's next record is {state.next_seq}")
+                raise StoreError(f"log/{seq} cannot be appended: log/{state.next_seq} is not to be seen yet")
             if seq < state.next_seq:
                 existing = await asyncio.to_thread(core.store.get, keys.log(seq))
                 return Response(status_code=204) if existing == data else Response(existing, 409)
-            state.apply(data)
+            state.apply(data)  # raises before anything is written
             await asyncio.to_thread(core.store.put, keys.log(seq), data)
             follower.apply([core.reader.accept(data)])
         return Response(status_code=204)

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from bucketrl.proxy.core import ProxyCore
+from bucketrl.proxy.status import run_status
 
 
 class CoreCollector(Collector):
@@ -16,7 +17,7 @@ class CoreCollector(Collector):
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        status = self._core.status()
+        status = run_status(self._core)
         counts = status.leases
         gauges: dict[str, tuple[str, float | None]] = {
             "step": ("Optimizer steps committed.", status.step),
@@ -45,6 +46,10 @@ class CoreCollector(Collector):
             "leases_issued": ("Leases given out.", counts.issued_total),
             "leases_expired": ("Leases taken back.", counts.expired_total),
             "groups_reissued": ("Groups issued again.", counts.reissued_total),
+            "groups_doubled": (
+                "Late groups given to a second worker as well.",
+                self._core.scheduler.totals.tail,
+            ),
             "groups_completed": ("Uploads announced.", counts.completed_total),
         }
         for name, (text, total) in counters.items():

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Path, Query
 
 from bucketrl.api.messages import GroupStatus, RunStatus, StepSummary, WorkerSummary
 from bucketrl.proxy.core import STEPS_KEPT, ProxyCore
+from bucketrl.proxy.status import group_status, run_status, worker_rows
 
 
 def people_routes(core: ProxyCore) -> APIRouter:
@@ -13,11 +14,11 @@ def people_routes(core: ProxyCore) -> APIRouter:
 
     @router.get("/run")
     async def run() -> RunStatus:
-        return core.status()
+        return run_status(core)
 
     @router.get("/workers")
     async def workers() -> list[WorkerSummary]:
-        return core.workers()
+        return worker_rows(core)
 
     @router.get("/steps")
     async def steps(
@@ -28,6 +29,6 @@ def people_routes(core: ProxyCore) -> APIRouter:
 
     @router.get("/groups/{group_id}")
     async def group(group_id: Annotated[str, Path(pattern=r"^\d{4}-\d{8}$")]) -> GroupStatus:
-        return core.group(group_id)
+        return group_status(core, group_id)
 
     return router

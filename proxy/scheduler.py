@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from bucketrl.api.messages import Lease, LeaseCounts, LeaseReply
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import Consumed
+from bucketrl.proxy.leases import LeaseTable, LiveLease
 
 ADOPTION_GRACE_S = 10.0
 """Two heartbeat intervals: time for workers to claim what a predecessor leased to them."""
 IDLE_WAIT_S = 0.5
 """When a worker that got less than it asked for should ask again."""
+REACH = 4
+"""Groups further than this many bounds ahead of all that was issued are nobody's honest work: workers
+without a proxy stay within two bounds of the consumed cursor."""
 TAIL_FACTOR = 3.0
 TAIL_MIN_S = 10.0
 TAIL_MIN_SAMPLES = 8
@@ -38,26 +42,22 @@ class Limits:
 
 
 @dataclass(slots=True)
-class LiveLease:
-    lease_id: str
-    worker_id: str
-    ordinal: int
-    policy_version: int
-    issued_at: float
-    deadline: float
-
-
-@dataclass(slots=True)
 class Totals:
+    """Since this scheduler began."""
+
     issued: int = 0
     completed: int = 0
+    """Attempts announced by their workers."""
     expired: int = 0
     reissued: int = 0
+    """Of `issued`: groups that had been issued before."""
+    tail: int = 0
+    """Of `reissued`: late groups given to a second worker while the first one still holds them."""
 
 
 @dataclass
 class Scheduler:
-    """See the module's text. Every method that takes `now` first expires what is overdue."""
+    """See the module's text. `now` never decreases from call to call."""
 
     limits: Limits
     new_id: Callable[[], str]
@@ -66,49 +66,56 @@ class Scheduler:
     version: int = -1
     """Newest committed policy version; nothing is leased before the first."""
     finished: bool = False
-    _consumed: Consumed = field(default_factory=Consumed)
+    _cursor: int = 0
+    _above: frozenset[int] = frozenset()
     _pending_skips: frozenset[int] = frozenset()
     _queue: set[int] = field(default_factory=set)
     _uploaded: dict[int, set[str]] = field(default_factory=dict)
-    _leases: dict[str, LiveLease] = field(default_factory=dict)
+    _refused: dict[int, set[str]] = field(default_factory=dict)
+    """Quarantined attempts: their objects stay in the bucket, and every listing shows them again."""
+    _leases: LeaseTable = field(default_factory=LeaseTable)
     _unaccounted: dict[int, float] = field(default_factory=dict)
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=256))
 
     # -- what the bucket says ---------------------------------------------------------------------
 
-    def committed(self, consumed: Consumed, version: int, *, finished: bool) -> None:
+    def committed(self, consumed: Consumed, version: int, now: float, *, finished: bool) -> None:
         """A newer commit: drops what it consumed."""
-        self._consumed = consumed
+        self._cursor, self._above = consumed.cursor, frozenset(consumed.above)
         self.version = version
         self.finished = finished
-        self.next_ordinal = max(self.next_ordinal, consumed.cursor, *(o + 1 for o in consumed.above[-1:]))
-        self._pending_skips = frozenset(o for o in self._pending_skips if o not in consumed)
-        for held in (self._queue, self._uploaded, self._unaccounted):
-            for ordinal in [o for o in held if o in consumed]:
-                held.discard(ordinal) if isinstance(held, set) else held.pop(ordinal)
-        for lease in [lease for lease in self._leases.values() if lease.ordinal in consumed]:
-            del self._leases[lease.lease_id]
+        self._advance_to(max(self._cursor, max(self._above, default=-1) + 1), now)
+        self._pending_skips = frozenset(o for o in self._pending_skips if not self.is_consumed(o))
+        self._queue = {o for o in self._queue if not self.is_consumed(o)}
+        for held in (self._uploaded, self._refused, self._unaccounted):
+            for ordinal in [o for o in held if self.is_consumed(o)]:
+                del held[ordinal]
+        for ordinal in self._leases.leased_ordinals():
+            if self.is_consumed(ordinal):
+                self._end_leases(ordinal)
 
     def listed(self, uploads: Iterable[tuple[int, str]], now: float) -> None:
-        """Trajectory objects (ordinal, attempt) found in the bucket. Ordinals below the highest one seen
-        that nobody accounts for may be leased by a predecessor of this scheduler."""
+        """Trajectory objects (ordinal, attempt), ascending, found in the bucket. Ordinals below the highest
+        one seen that nobody accounts for may be leased by a predecessor of this scheduler."""
         for ordinal, attempt in uploads:
-            self._see(ordinal, attempt, now)
+            if self.is_within_reach(ordinal):
+                self._see(ordinal, attempt, now)
 
     def quarantined(self, ordinal: int, attempt: str) -> None:
         """The learner refused this attempt: the group must be sampled again unless another one is there."""
-        attempts = self._uploaded.get(ordinal)
-        if attempts is None or ordinal in self._consumed:
+        if self.is_consumed(ordinal) or not self.is_within_reach(ordinal):
             return
+        self._refused.setdefault(ordinal, set()).add(attempt)
+        attempts = self._uploaded.get(ordinal, set())
         attempts.discard(attempt)
-        if not attempts:
+        if ordinal in self._uploaded and not attempts:
             del self._uploaded[ordinal]
             self._requeue(ordinal)
 
     def pending_skips(self, ordinals: Iterable[int]) -> None:
         """Groups that the learner's next commit will consume untrained: no longer outstanding."""
         self._pending_skips = frozenset(
-            o for o in ordinals if o not in self._consumed and o < self.next_ordinal
+            o for o in ordinals if not self.is_consumed(o) and o < self.next_ordinal
         )
 
     # -- what workers ask and say -----------------------------------------------------------------
@@ -139,10 +146,15 @@ class Scheduler:
 
     def complete(self, lease_id: str, ordinal: int, attempt: str, now: float) -> None:
         """The group is in the bucket, whoever sampled it and whether or not the lease still stands."""
+        if self.is_consumed(ordinal) or not self.is_within_reach(ordinal):
+            return
         lease = self._leases.get(lease_id)
         if lease is not None and lease.ordinal == ordinal:
             self._durations.append(now - lease.issued_at)
-        self.totals.completed += 1
+            if attempt in self._refused.get(ordinal, ()):
+                self._drop(lease)
+        if attempt not in self._uploaded.get(ordinal, ()):
+            self.totals.completed += 1
         self._see(ordinal, attempt, now)
 
     def release(self, lease_id: str, worker_id: str) -> None:
@@ -155,25 +167,26 @@ class Scheduler:
         """A heartbeat: (lease id, ordinal) of what the worker works on. Renews it, or adopts it if it was
         issued by a predecessor."""
         for lease_id, ordinal in leases:
-            if self.renew(lease_id, worker_id, now) or lease_id in self._leases:
+            if self.renew(lease_id, worker_id, now) or self._leases.get(lease_id):
                 continue
-            if ordinal in self._consumed or ordinal in self._uploaded or self._is_leased(ordinal):
+            if self.is_consumed(ordinal) or not self.is_within_reach(ordinal):
+                continue
+            if ordinal in self._uploaded or self._leases.of_group(ordinal):
                 continue
             self._advance_to(ordinal + 1, now)
             self._queue.discard(ordinal)
             self._unaccounted.pop(ordinal, None)
-            deadline = now + self.limits.lease_seconds
-            self._leases[lease_id] = LiveLease(lease_id, worker_id, ordinal, self.version, now, deadline)
+            self._add_lease(lease_id, worker_id, ordinal, now)
 
     def lost(self, worker_id: str) -> None:
         """The worker has not been heard of: its groups go to others."""
-        for lease in [lease for lease in self._leases.values() if lease.worker_id == worker_id]:
+        for lease in self._leases.of_worker(worker_id):
             self.totals.expired += 1
             self._drop(lease)
 
     def expire(self, now: float) -> None:
         """Puts overdue leases and unaccounted groups back into the queue."""
-        for lease in [lease for lease in self._leases.values() if lease.deadline <= now]:
+        for lease in self._leases.overdue(now):
             self.totals.expired += 1
             self._drop(lease)
         for ordinal in [o for o, since in self._unaccounted.items() if now - since >= ADOPTION_GRACE_S]:
@@ -185,9 +198,14 @@ class Scheduler:
     @property
     def outstanding(self) -> int:
         """Groups issued, not consumed, and not about to be consumed untrained."""
-        return (
-            self.next_ordinal - self._consumed.cursor - len(self._consumed.above) - len(self._pending_skips)
-        )
+        return self.next_ordinal - self._cursor - len(self._above) - len(self._pending_skips)
+
+    def is_consumed(self, ordinal: int) -> bool:
+        return ordinal < self._cursor or ordinal in self._above
+
+    def is_within_reach(self, ordinal: int) -> bool:
+        """Whether an honest worker, this scheduler's or a predecessor's, can be at this group."""
+        return ordinal < self.next_ordinal + REACH * self.limits.max_outstanding
 
     def counts(self) -> LeaseCounts:
         return LeaseCounts(
@@ -201,18 +219,15 @@ class Scheduler:
         )
 
     def leases_of(self, worker_id: str) -> int:
-        return sum(lease.worker_id == worker_id for lease in self._leases.values())
+        return self._leases.count_of(worker_id)
 
     def holder(self, ordinal: int) -> str | None:
-        """A worker that holds a lease of the group."""
-        return next((lease.worker_id for lease in self._leases.values() if lease.ordinal == ordinal), None)
+        """The worker that holds the oldest lease of the group."""
+        return next((lease.worker_id for lease in self._leases.of_group(ordinal)), None)
 
     def attempts(self, ordinal: int) -> tuple[str, ...]:
-        """Uploaded attempts of a group that is not consumed yet."""
+        """Uploaded attempts, not refused, of a group that is not consumed yet."""
         return tuple(sorted(self._uploaded.get(ordinal, ())))
-
-    def is_consumed(self, ordinal: int) -> bool:
-        return ordinal in self._consumed
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -225,31 +240,33 @@ class Scheduler:
         if self.outstanding < self.limits.max_outstanding:
             self.next_ordinal += 1
             return self.next_ordinal - 1
-        late = self._late_lease(worker_id, now)
+        late = self._late_group(worker_id, now)
         if late is not None:
             self.totals.reissued += 1
+            self.totals.tail += 1
         return late
 
-    def _late_lease(self, worker_id: str, now: float) -> int | None:
+    def _late_group(self, worker_id: str, now: float) -> int | None:
+        """The oldest group that one other worker alone has held for too long."""
         if len(self._durations) < TAIL_MIN_SAMPLES:
             return None
         allowed = max(TAIL_MIN_S, TAIL_FACTOR * statistics.median(self._durations))
-        holders: dict[int, list[LiveLease]] = {}
-        for lease in self._leases.values():
-            holders.setdefault(lease.ordinal, []).append(lease)
-        late = [
-            ordinal
-            for ordinal, (first, *others) in holders.items()
-            if not others and first.worker_id != worker_id and now - first.issued_at > allowed
-        ]
-        return min(late, default=None)
+        for lease in self._leases:
+            if now - lease.issued_at <= allowed:
+                return None
+            if lease.worker_id != worker_id and len(self._leases.of_group(lease.ordinal)) == 1:
+                return lease.ordinal
+        return None
 
     def _issue(self, worker_id: str, ordinal: int, now: float) -> Lease:
-        deadline = now + self.limits.lease_seconds
-        lease = LiveLease(self.new_id(), worker_id, ordinal, self.version, now, deadline)
-        self._leases[lease.lease_id] = lease
         self.totals.issued += 1
-        return self._as_message(lease)
+        return self._as_message(self._add_lease(self.new_id(), worker_id, ordinal, now))
+
+    def _add_lease(self, lease_id: str, worker_id: str, ordinal: int, now: float) -> LiveLease:
+        deadline = now + self.limits.lease_seconds
+        lease = LiveLease(lease_id, worker_id, ordinal, self.version, now, deadline)
+        self._leases.add(lease)
+        return lease
 
     def _as_message(self, lease: LiveLease) -> Lease:
         return Lease(
@@ -261,30 +278,33 @@ class Scheduler:
         )
 
     def _see(self, ordinal: int, attempt: str, now: float) -> None:
-        if ordinal in self._consumed:
+        """An attempt of an ordinal within reach is in the bucket."""
+        if self.is_consumed(ordinal):
             return
         self._advance_to(ordinal + 1, now)
+        if attempt in self._refused.get(ordinal, ()):
+            return
         self._queue.discard(ordinal)
         self._unaccounted.pop(ordinal, None)
         self._uploaded.setdefault(ordinal, set()).add(attempt)
-        for lease in [lease for lease in self._leases.values() if lease.ordinal == ordinal]:
-            del self._leases[lease.lease_id]
+        self._end_leases(ordinal)
 
     def _advance_to(self, ordinal: int, now: float) -> None:
         """Somebody issued groups up to here: those in between are unaccounted for."""
-        for missing in range(self.next_ordinal, ordinal):
-            if missing not in self._consumed:
+        for missing in range(max(self.next_ordinal, self._cursor), ordinal):
+            if not self.is_consumed(missing):
                 self._unaccounted[missing] = now
         self.next_ordinal = max(self.next_ordinal, ordinal)
 
+    def _end_leases(self, ordinal: int) -> None:
+        for lease in self._leases.of_group(ordinal):
+            self._leases.remove(lease)
+
     def _drop(self, lease: LiveLease) -> None:
-        del self._leases[lease.lease_id]
-        if not self._is_leased(lease.ordinal):
-            self._requeue(lease.ordinal)
+        self._leases.remove(lease)
+        self._requeue(lease.ordinal)
 
     def _requeue(self, ordinal: int) -> None:
-        if ordinal not in self._consumed and ordinal not in self._uploaded and not self._is_leased(ordinal):
+        """Puts a group that nobody holds into the queue."""
+        if not (self.is_consumed(ordinal) or ordinal in self._uploaded or self._leases.of_group(ordinal)):
             self._queue.add(ordinal)
-
-    def _is_leased(self, ordinal: int) -> bool:
-        return any(lease.ordinal == ordinal for lease in self._leases.values())

@@ -4,6 +4,7 @@ import errno
 import logging
 import socket
 import uuid
+from collections.abc import Callable
 
 import uvicorn
 
@@ -20,41 +21,70 @@ LOCAL_POLL_S = 0.25
 REMOTE_POLL_S = 1.0
 """One GET each while nothing is new."""
 GRACE_S = 3
-"""For open requests at the end; long polls are cut."""
+"""For open requests at the end."""
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)
 
 
 def serve(store: Store, run: RunRecord, *, host: str, port: int, worker_token: str, read_token: str) -> None:
-    """Blocks until SIGTERM or SIGINT. Raises UserError if the port or the tokens will not do."""
+    """Blocks until SIGTERM or SIGINT, then ends what is in flight and lets the signal take its effect.
+
+    Raises UserError if the port or the tokens will not do; any other error that ends the following of
+    the bucket passes through, because a proxy that does not see the log would only hold everybody up.
+    """
     tokens = Tokens(worker_token, read_token)
     tokens.check_for(host)
     bound = _bind(host, port)
     report = probe(store, write_id=uuid.uuid4().hex)
     for message in report.messages:
         logger.warning("%s: %s", store.url, message)
+    failures: list[BaseException] = []
+
+    def stop_for(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
     app = create_app(
         store,
         run,
         tokens=tokens,
         serialise_commits=report.tier < Tier.CREATE,
-        poll_s=REMOTE_POLL_S if "://" in store.url and not store.url.startswith("memory") else LOCAL_POLL_S,
+        poll_s=REMOTE_POLL_S if _is_remote(store.url) else LOCAL_POLL_S,
+        on_failure=stop_for,
     )
     config = uvicorn.Config(
         app, access_log=False, log_level="warning", timeout_graceful_shutdown=GRACE_S, timeout_keep_alive=30
     )
-    logger.info("proxy of run %s on http://%s:%d", run.run_id, host, bound.getsockname()[1])
-    uvicorn.Server(config).run(sockets=[bound])
+    server = _Server(config, on_stop=app.state.follower.end_waits)
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("proxy of run %s on http://%s:%d", run.run_id, shown, bound.getsockname()[1])
+    server.run(sockets=[bound])
+    if failures:
+        raise failures[0]
+
+
+def _is_remote(url: str) -> bool:
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme not in ("memory", "file")
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
         bound.listen(128)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         bound.close()
-        if error.errno == errno.EADDRINUSE:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(f"--port {port}: in use on {host}; choose another") from None
-        raise UserError(f"--host {host} --port {port}: cannot be bound: {error.strerror or error}") from None
+        raise UserError(f"--host {host} --port {port}: cannot be bound: {error}") from None
     return bound

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
 from tests.support.s3 import CREDENTIALS, S3Server, moto_server
 
 

@@ -59,6 +59,7 @@ class GenericStore:
         self._do(key, lambda: self._fs.put_file(str(path), self._path(key)))
 
     def get_file(self, key: str, path: Path) -> None:
+        self.size(key)  # some backends make a local folder or an empty file of what is no object
         with new_file(path):
             self._do(key, lambda: self._fs.get_file(self._path(key), str(path)))
 

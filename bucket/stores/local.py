@@ -21,6 +21,7 @@ STAGING = ".staging"
 """Folder below the root for what is not an object yet; never listed. A killed writer leaves its file there."""
 
 _CHUNK = 1 << 20
+_NAMING_ATTEMPTS = 100
 _NO_SUCH_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 """What `link(2)` answers on file systems without hard links: FUSE mounts of buckets, FAT, some network shares."""
@@ -88,12 +89,14 @@ class LocalStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
+            path = self._path(key)
             try:
-                self._path(key).unlink(missing_ok=True)
-            except NotADirectoryError:
+                path.unlink()
+            except _NO_SUCH_OBJECT:
                 continue
             except OSError as error:
                 raise self._failed(key, error) from error
+            self._remove_empty(path.parent)
 
     def _walk(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         """Objects below the folder `prefix` in key order: a folder sorts as its name with "/" behind."""
@@ -120,18 +123,30 @@ class LocalStore:
         staged = self._root / STAGING / uuid.uuid4().hex
         try:
             _make_folders(staged.parent)
-            _make_folders(path.parent)
             try:
                 _write_through(staged, source)
+                self._give_name(key, staged, path, exclusive=exclusive)
+            finally:
+                staged.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(key, error) from error
+
+    def _give_name(self, key: str, staged: Path, path: Path, *, exclusive: bool) -> None:
+        for _ in range(_NAMING_ATTEMPTS):
+            try:
+                _make_folders(path.parent)
                 if exclusive:
                     self._link(key, staged, path)
                 else:
                     os.replace(staged, path)
-            finally:
-                staged.unlink(missing_ok=True)
-            _sync_folder(path.parent)
-        except OSError as error:
-            raise self._failed(key, error) from error
+            except FileNotFoundError:
+                continue  # a deletion has removed the folder, empty until now
+            try:
+                _sync_folder(path.parent)
+            except FileNotFoundError:
+                pass  # the object is deleted again already, and its folder with it
+            return
+        raise StoreError(f"{self.url}: {key}: its folder is removed again and again")
 
     def _link(self, key: str, staged: Path, path: Path) -> None:
         try:
@@ -142,6 +157,15 @@ class LocalStore:
             if error.errno in _NO_LINKS:
                 raise Unsupported(f"{self.url}: this file system has no hard links") from error
             raise
+
+    def _remove_empty(self, folder: Path) -> None:
+        """An object store has no folders; here they must not pile up once their objects are gone."""
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # not empty
+            folder = folder.parent
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")

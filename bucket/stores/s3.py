@@ -1,7 +1,8 @@
 """S3 and compatible services through s3fs. Tier 1: `PutObject` with `If-None-Match: *`.
 
-Retries are this module's business alone: s3fs and botocore are told not to, since neither honours
-`Retry-After` and both would multiply. `s3_errors.py` says what each failure means.
+Retries are this module's business: s3fs and botocore are told not to, since neither honours `Retry-After`
+and both would multiply. (aiohttp still repeats a request once if a kept connection turns out to be closed.)
+`s3_errors.py` says what each failure means.
 """
 
 import time

@@ -102,9 +102,9 @@ def from_code(
     name = code or f"HTTP {status}"
     if code == "NoSuchBucket":
         return UserError(f"bucket {url}: does not exist; create it first")
+    if code == "RequestTimeTooSkewed":
+        return UserError(f"bucket {url}: this machine's clock is wrong ({code}); set it")
     if code in _REFUSED or status in (401, 403):
-        if code == "RequestTimeTooSkewed":
-            return UserError(f"bucket {url}: this machine's clock is wrong ({code}); set it")
         return UserError(f"bucket {url}: access refused ({name}); check the credentials and their rights")
     if code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
         return UserError(f"bucket {url}: lies in another region ({code}); set AWS_DEFAULT_REGION to its own")

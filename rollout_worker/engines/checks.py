@@ -7,6 +7,9 @@ from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion
 _ROUNDING = 1e-4
 """A log-softmax may exceed 0 by rounding; more than this is no log-probability."""
 
+CLOSED = "engine closed"
+"""Why a completion is dropped that runs when its engine is closed."""
+
 
 def checked_completion(
     token_ids: tuple[int, ...],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bucketrl.bucket.config import RunConfig
+from bucketrl.bucket.config import LoraConfig, RunConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker.prompts import Tokenizer
 
@@ -22,6 +22,8 @@ class EngineSettings:
     max_model_len: int
     """Prompt plus completion, in tokens."""
     lora_rank: int
+    lora_targets: tuple[str, ...]
+    """Last name parts of the modules that adapters may change."""
     adapter_slots: int
     """Versions that may be sampled with at the same time."""
     max_requests: int
@@ -61,6 +63,7 @@ def engine_settings(
         dtype=config.model.dtype,
         max_model_len=config.rollout.max_model_len,
         lora_rank=config.lora.rank,
+        lora_targets=lora_targets(config.lora, model_path),
         adapter_slots=config.algorithm.max_staleness + 2,
         max_requests=max_requests,
         stop_token_ids=stop_token_ids(model_path, tokenizer),
@@ -69,6 +72,26 @@ def engine_settings(
         kv_cache_bytes=kv_cache_bytes,
         gpu_memory_utilization=gpu_memory_utilization,
     )
+
+
+def lora_targets(config: LoraConfig, model_path: Path) -> tuple[str, ...]:
+    """The run's targets, `all-linear` spelled out: every matrix of the weights but embeddings and head.
+
+    Read from the headers of the safetensors files; empty if there are none.
+    """
+    if config.target_modules != "all-linear":
+        return tuple(sorted(config.target_modules))
+    from safetensors import safe_open
+
+    found = set()
+    for path in sorted(model_path.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                module, _, kind = name.rpartition(".")
+                target = module.rpartition(".")[2]
+                if kind == "weight" and len(file.get_slice(name).get_shape()) == 2 and "embed" not in target:
+                    found.add(target)
+    return tuple(sorted(found - {"lm_head"}))
 
 
 def stop_token_ids(model_path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ import torch
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engines.checks import CLOSED
 from bucketrl.rollout_worker.engines.decoding import DecodingBatch, PendingRequest
 from bucketrl.rollout_worker.engines.settings import EngineSettings
 
 T = TypeVar("T")
-_CLOSED = "engine closed"
 
 
 class _Call(Generic[T]):
@@ -100,7 +100,7 @@ class TransformersEngine:
         pending = PendingRequest(request)
         with self._wake:
             if self._closing:
-                raise DroppedCompletion(_CLOSED)
+                raise DroppedCompletion(CLOSED)
             self._waiting.append(pending)
             self._wake.notify()
         return await asyncio.wrap_future(pending.future)
@@ -120,7 +120,7 @@ class TransformersEngine:
         call = _Call(function)
         with self._wake:
             if self._closing:
-                raise DroppedCompletion(_CLOSED)
+                raise DroppedCompletion(CLOSED)
             self._calls.append(call)
             self._wake.notify()
         return await asyncio.wrap_future(call.future)
@@ -137,7 +137,7 @@ class TransformersEngine:
         except BaseException as error:
             self._fail_all(error)
             raise
-        self._fail_all(DroppedCompletion(_CLOSED))
+        self._fail_all(DroppedCompletion(CLOSED))
         self._model = None
 
     def _admit(self) -> bool:

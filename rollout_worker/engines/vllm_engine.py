@@ -4,6 +4,7 @@ Written against the public API that vLLM 0.24 to 0.33 share. Speculative decodin
 samples from a wrong distribution at temperature > 0, and the reported logprobs do not show it.
 """
 
+import asyncio
 import gc
 import importlib.metadata
 import itertools
@@ -15,9 +16,9 @@ from typing import Any
 
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.engine import SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
 from bucketrl.rollout_worker.engines import parent_watch
-from bucketrl.rollout_worker.engines.checks import checked_completion
+from bucketrl.rollout_worker.engines.checks import CLOSED, checked_completion
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class VllmEngine:
         self._settings = settings
         self._llm: Any = None
         self._adapters: dict[int, Any] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closing = False
         # vLLM caches adapters by id and prefixes by name: neither is ever used twice, not even when a
         # version is added again after it failed its canary.
         self._lora_ids = itertools.count(1)
@@ -63,9 +66,9 @@ class VllmEngine:
         self.name = f"vllm {_installed_version()}"
 
     async def start(self) -> None:
-        self._llm = await in_thread(self._build)
+        await in_thread(self._build)
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         _set_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -77,7 +80,7 @@ class VllmEngine:
         if kv_cache_bytes is None and on_cpu:
             kv_cache_bytes = _cpu_kv_cache_bytes(read_json(settings.model_path / "config.json"), settings)
         try:
-            return AsyncLLM.from_engine_args(
+            self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(settings.model_path),
                     skip_tokenizer_init=True,
@@ -87,6 +90,9 @@ class VllmEngine:
                     max_num_seqs=settings.max_requests,
                     enable_lora=True,
                     max_lora_rank=settings.lora_rank,
+                    # Without it vLLM prepares the head for adapters too: slow on CPU, and there prompt
+                    # logprobs next to other requests end the engine with a shape error.
+                    lora_target_modules=list(settings.lora_targets) or None,
                     max_loras=settings.adapter_slots,
                     max_cpu_loras=settings.adapter_slots + _SPARE_CPU_ADAPTERS,
                     # Behaviour logprobs are those of the distribution sampled from, temperature included.
@@ -168,6 +174,22 @@ class VllmEngine:
         return [float("nan") if score is None else score for score in scores]
 
     async def _run(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
+        """The request's only output. Raises DroppedCompletion if the engine is closed meanwhile."""
+        if self._closing:
+            raise DroppedCompletion(CLOSED)
+        task = asyncio.create_task(self._collect(token_ids, params, request_id, adapter))
+        self._running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._closing and current is not None and not current.cancelling():
+                raise DroppedCompletion(CLOSED) from None
+            raise
+        finally:
+            self._running.discard(task)
+
+    async def _collect(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
         outputs = self._llm.generate(
             {"prompt_token_ids": list(token_ids)}, params, request_id, lora_request=adapter
         )
@@ -176,12 +198,21 @@ class VllmEngine:
         return output
 
     async def close(self) -> None:
-        if self._llm is not None:
-            await in_thread(self._llm.shutdown)
-            self._llm = None
-            # Its finalizer fails, with a traceback, if it first runs while the interpreter shuts down.
-            gc.collect()
+        self._closing = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         self._adapters.clear()
+        if self._llm is None:
+            return
+        if self._llm.output_handler is not None:
+            # It would take the end of the engine for a failure, and say so at length.
+            self._llm.output_handler.cancel()
+        await in_thread(self._llm.shutdown)
+        self._llm = None
+        # Its finalizer fails, with a traceback, if it first runs while the interpreter shuts down.
+        gc.collect()
 
 
 def _logprob(row: Any, token: int) -> float | None:

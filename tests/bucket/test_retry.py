@@ -1,11 +1,13 @@
-"""Retries wait as told, give up in the end, and `conditional.create` knows its own writes."""
+"""Retries wait as told and give up in the end."""
+
+import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bucketrl.bucket import conditional
-from bucketrl.bucket.errors import AlreadyExists, NotFound
-from bucketrl.bucket.retry import Transient, retrying
-from bucketrl.bucket.stores.memory import MemoryStore
+from bucketrl.bucket.errors import NotFound
+from bucketrl.bucket.retry import LONGEST_WAIT_S, Transient, retry_after_s, retrying
 
 
 def test_only_transient_errors_are_retried() -> None:
@@ -33,48 +35,45 @@ def test_waits_grow_with_full_jitter_and_never_undercut_the_server() -> None:
     assert waits == [1.0, 2.0, 7.0, 3.0]
 
 
+@given(asked=st.lists(st.none() | st.floats(0, 1e6), min_size=1, max_size=8), seed=st.integers(0, 2**32))
+def test_every_wait_is_within_its_bounds(asked: list[float | None], seed: int) -> None:
+    waits: list[float] = []
+    left = list(asked)
+
+    def call() -> None:
+        if left:
+            raise Transient("busy", left.pop(0))
+
+    uniform = random.Random(seed).uniform
+    retrying(call, attempts=9, base_s=0.5, cap_s=4.0, sleep=waits.append, uniform=uniform)
+    for attempt, (wait, server) in enumerate(zip(waits, asked, strict=True)):
+        least = min(server or 0.0, LONGEST_WAIT_S)
+        assert least <= wait <= max(least, min(4.0, 0.5 * 2**attempt))
+
+
 def test_the_last_error_passes_through() -> None:
-    with pytest.raises(Transient, match="still busy"):
-        retrying(_busy, attempts=3, sleep=lambda _: None)
+    calls = []
+
+    def call() -> None:
+        calls.append(1)
+        raise Transient(f"still busy {len(calls)}")
+
+    with pytest.raises(Transient, match="still busy 3"):
+        retrying(call, attempts=3, sleep=lambda _: None)
 
 
-def _busy() -> None:
-    raise Transient("still busy")
-
-
-class LostReply(MemoryStore):
-    """The first create succeeds and nobody hears of it."""
-
-    lost = False
-
-    def create(self, key: str, data: bytes) -> None:
-        super().create(key, data)
-        if not self.lost:
-            self.lost = True
-            raise Transient("connection reset")
-
-
-def test_a_create_whose_reply_was_lost_has_succeeded() -> None:
-    assert conditional.create(LostReply(), "k", b"mine", sleep=lambda _: None) is None
-
-
-def test_the_loser_gets_the_winners_bytes() -> None:
-    store = MemoryStore()
-    store.put("k", b"theirs")
-    assert conditional.create(store, "k", b"mine") == b"theirs"
-
-
-def test_a_winner_that_does_not_show_yet_is_waited_for() -> None:
-    class Late(MemoryStore):
-        reads = 0
-
-        def create(self, key: str, data: bytes) -> None:
-            raise AlreadyExists(key)
-
-        def get(self, key: str) -> bytes:
-            self.reads += 1
-            if self.reads < 3:
-                raise NotFound(key)
-            return b"theirs"
-
-    assert conditional.create(Late(), "k", b"mine", sleep=lambda _: None) == b"theirs"
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("7", 7.0),
+        (" 0.5 ", 0.5),
+        ("-3", 0.0),
+        (None, None),
+        ("", None),
+        ("soon", None),
+        ("nan", None),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", None),
+    ],
+)
+def test_retry_after_is_read_in_seconds(header: str | None, seconds: float | None) -> None:
+    assert retry_after_s(header) == seconds

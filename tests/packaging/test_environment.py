@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.metadata import distributions, requires
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -24,6 +25,8 @@ HEAVY = (
     "matplotlib",
     "rich",
 )
+
+BROKEN = {"torchvision", "torchaudio", "torchcodec"}
 
 
 def locked() -> dict[str, str]:
@@ -46,7 +49,8 @@ def test_the_lock_is_sorted_and_names_nothing_twice() -> None:
     """Two people's changes of the lock do not meet in the same place by accident."""
     lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
     names = [canonicalize_name(Requirement(line).name) for line in lines]
-    assert names == sorted(set(names))
+    assert lines == sorted(lines)
+    assert len(names) == len(set(names))
 
 
 def test_the_environment_is_the_lock() -> None:
@@ -72,10 +76,32 @@ def test_every_requirement_of_ours_is_locked_and_satisfied() -> None:
         assert requirement.specifier.contains(pins[name]), f"{text}: locked is {pins[name]}"
 
 
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_lock_is_whole_for_both_pythons(python: str) -> None:
+    """Installed without dependency resolution, it must hold all that its packages require, in versions that
+    they allow. Exceptions: torch, which is installed first, and what must stay out."""
+    environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.9"}
+    pins = locked() | {"torch": version("torch")}
+    wrong = []
+    for found in distributions():
+        if canonicalize_name(found.metadata["Name"]) not in pins:
+            continue
+        for text in found.requires or []:
+            requirement = Requirement(text)
+            name = canonicalize_name(requirement.name)
+            if requirement.marker and not requirement.marker.evaluate({**environment, "extra": ""}):
+                continue
+            if name not in BROKEN and not requirement.specifier.contains(
+                pins.get(name, ""), prereleases=True
+            ):
+                wrong.append(f"{found.metadata['Name']} wants {text}, locked is {pins.get(name)}")
+    assert not wrong
+
+
 def test_packages_that_break_beside_the_cpu_build_of_torch_are_absent() -> None:
     """PyPI's torchvision, torchaudio and torchcodec are CUDA builds: with them, `import peft` fails."""
-    assert not {"torchvision", "torchaudio", "torchcodec"} & set(installed())
-    assert not {"torchvision", "torchaudio", "torchcodec"} & set(locked())
+    assert not BROKEN & set(installed())
+    assert not BROKEN & set(locked())
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.jobs.worlds import save_model_files, toml
 
 ROOT = Path(__file__).parents[2]
-UV = str(Path(sys.executable).parent / "uv")
+UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "uv"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -85,10 +86,9 @@ def test_the_proxy_script_serves_from_an_empty_environment(
 ) -> None:
     """`uv run jobs/start_proxy.py` installs what it names, and answers /healthz for a run in a folder."""
     bucket, log = tmp_path / "bucket", tmp_path / "proxy.log"
-    run(
-        sys.executable, "-m", "bucketrl.jobs", "create", str(ROOT / "examples" / "tiny.toml"),
-        "--bucket", str(bucket), cwd=ROOT,
-    )  # fmt: skip
+    config = tmp_path / "x.toml"
+    config.write_text(toml(save_model_files(tmp_path / "model")))
+    run(sys.executable, "-m", "bucketrl.jobs", "create", str(config), "--bucket", str(bucket), cwd=ROOT)
     script = shutil.copy(ROOT / "jobs" / "start_proxy.py", tmp_path)
     with log.open("wb") as output:
         process = subprocess.Popen(

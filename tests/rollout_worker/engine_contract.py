@@ -11,7 +11,7 @@ import pytest
 from bucketrl.rollout_worker.engine import Engine, SampledCompletion, SamplingRequest
 from bucketrl.rollout_worker.engines.settings import EngineSettings
 
-from .tiny_model import END_OF_TURN, EOS, RANK, ReferencePolicy, save_adapter, save_model
+from .tiny_model import END_OF_TURN, EOS, RANK, TARGETS, ReferencePolicy, save_adapter, save_model
 
 TOLERANCE = 1e-3
 PROMPT = (10, 20, 30, 40, 50)
@@ -45,6 +45,7 @@ def make_settings(model: Path) -> EngineSettings:
         dtype="float32",
         max_model_len=512,
         lora_rank=RANK,
+        lora_targets=TARGETS,
         adapter_slots=2,
         max_requests=64,
         stop_token_ids=(EOS, END_OF_TURN),
@@ -157,6 +158,22 @@ class EngineContract:
             got = await engine.score(tokens, version)
             expected = policy(tokens).logprobs
             assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) < TOLERANCE
+
+    async def test_scores_are_right_while_requests_run(self, engine: Engine, setting: Setting) -> None:
+        """A canary is scored next to running requests of other versions."""
+        tokens = tuple(range(5, 29))
+        running = [
+            asyncio.create_task(engine.generate(request(1 + n % 2, seed=n, max_tokens=200)))
+            for n in range(16)
+        ]
+        await asyncio.sleep(0.1)
+        for version in (2, None, 1):
+            policy = setting.base if version is None else setting.policies[version]
+            got = await engine.score(tokens, version)
+            assert got == pytest.approx(policy(tokens).logprobs, abs=TOLERANCE)
+        assert not all(task.done() for task in running)
+        for n, drawn in enumerate(await asyncio.gather(*running)):
+            assert mismatch(setting.policies[1 + n % 2], PROMPT, drawn, 1.0) < TOLERANCE
 
     async def test_a_version_added_under_way_neither_waits_nor_disturbs(
         self, engine: Engine, setting: Setting

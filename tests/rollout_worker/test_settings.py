@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
+from bucketrl.bucket.config import LoraConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker import engines
 from bucketrl.rollout_worker.engines import create_engine
-from bucketrl.rollout_worker.engines.settings import EngineSettings, engine_settings, stop_token_ids
+from bucketrl.rollout_worker.engines.settings import (
+    EngineSettings,
+    engine_settings,
+    lora_targets,
+    stop_token_ids,
+)
 
 from .fakes import FakeTokenizer, make_run
+from .tiny_model import TARGETS, save_model
 
 
 def model_folder(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
@@ -37,6 +44,12 @@ def test_every_version_that_may_be_sampled_with_has_a_slot(tmp_path: Path) -> No
     model_folder(tmp_path, {"eos_token_id": 1, "max_position_embeddings": 32})
     made = settings(tmp_path, algorithm={"max_staleness": 4})
     assert (made.adapter_slots, made.lora_rank, made.max_model_len, made.max_requests) == (6, 8, 32, 12)
+
+
+def test_all_linear_means_every_matrix_but_embeddings_and_head(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    assert lora_targets(LoraConfig(), model) == TARGETS
+    assert lora_targets(LoraConfig(target_modules=("v_proj", "q_proj")), model) == ("q_proj", "v_proj")
 
 
 def test_all_end_tokens_of_the_model_stop(tmp_path: Path) -> None:

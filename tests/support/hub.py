@@ -1,24 +1,30 @@
-"""A stand-in for the part of `huggingface_hub.HfApi` that `HfStore` uses, in memory. It imitates the
-client's documented behaviour (last writer wins, missing paths skipped or raised); it is not the Hub."""
+"""A stand-in for the Hugging Face Hub client, in memory. It is not the Hub, which needs the network.
 
+It has the signatures, types and errors of the bucket methods of `huggingface_hub.HfApi` that `HfStore` uses.
+"""
+
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub.errors import EntryNotFoundError
+import httpx2
+from huggingface_hub import BucketFile, BucketFolder
+from huggingface_hub.errors import BucketBatchError, BucketNotFoundError, EntryNotFoundError
+
+BUCKET = "owner/name"
 
 
-@dataclass(frozen=True)
-class StandInFile:
-    path: str
-    size: int
+def hub_response(status: int, headers: dict[str, str] | None = None) -> httpx2.Response:
+    request = httpx2.Request("POST", f"https://stand-in.invalid/api/buckets/{BUCKET}/batch")
+    return httpx2.Response(status, headers=headers, request=request)
 
 
 class StandInHub:
-    """One bucket."""
+    """One bucket, `owner/name`. `next_errors` are raised by the next calls, one each."""
 
     def __init__(self) -> None:
+        self.next_errors: list[Exception] = []
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -26,33 +32,62 @@ class StandInHub:
         self,
         bucket_id: str,
         *,
-        add: list[tuple[bytes | str, str]] | None = None,
+        add: list[tuple[bytes | str | Path, str]] | None = None,
         delete: list[str] | None = None,
     ) -> None:
+        """Applies what it can; a deletion of what is not there is reported as failed (the strictest reading
+        of the documentation)."""
+        self._begin(bucket_id)
         with self._lock:
             for source, name in add or ():
-                self._objects[name] = Path(source).read_bytes() if isinstance(source, str) else bytes(source)
-            for name in delete or ():
-                self._objects.pop(name, None)
+                self._objects[name] = source if isinstance(source, bytes) else Path(source).read_bytes()
+            missing = [name for name in delete or () if self._objects.pop(name, None) is None]
+        if missing:
+            error = BucketBatchError("operations failed", response=hub_response(422))
+            error.failures = [{"path": name, "error": "not found"} for name in missing]
+            raise error
 
     def list_bucket_tree(
         self, bucket_id: str, prefix: str | None = None, *, recursive: bool | None = None
-    ) -> Iterator[StandInFile]:
+    ) -> Iterator[BucketFile | BucketFolder]:
+        """In no useful order, with folders, filtered by text as documented."""
+        assert recursive
+        self._begin(bucket_id)
         with self._lock:
-            found = [StandInFile(name, len(data)) for name, data in self._objects.items()]
-        return iter([item for item in found if not prefix or item.path.startswith(prefix + "/")])
+            found = [self._info(name) for name in self._objects if name.startswith(prefix or "")]
+        folders = {str(Path(file.path).parent) for file in found} - {"."}
+        yield from (BucketFolder(type="directory", path=path) for path in folders)
+        yield from sorted(found, key=lambda file: file.xet_hash)
 
-    def get_bucket_paths_info(self, bucket_id: str, paths: Iterable[str]) -> list[StandInFile]:
+    def get_bucket_paths_info(self, bucket_id: str, paths: Iterable[str]) -> Iterator[BucketFile]:
+        self._begin(bucket_id)
         with self._lock:
-            return [StandInFile(path, len(self._objects[path])) for path in paths if path in self._objects]
+            found = [self._info(path) for path in paths if path in self._objects]
+        yield from found
 
     def download_bucket_files(
-        self, bucket_id: str, files: list[tuple[str, str]], *, raise_on_missing_files: bool = False
+        self,
+        bucket_id: str,
+        files: list[tuple[str, str | Path]],
+        *,
+        raise_on_missing_files: bool = False,
     ) -> None:
+        assert raise_on_missing_files
+        self._begin(bucket_id)
         for name, target in files:
             with self._lock:
                 data = self._objects.get(name)
-            if data is not None:
-                Path(target).write_bytes(data)
-            elif raise_on_missing_files:
-                raise EntryNotFoundError(f"{name} not found in bucket {bucket_id}")
+            if data is None:
+                raise EntryNotFoundError(f"1 file(s) not found in bucket '{bucket_id}': {name}")
+            Path(target).write_bytes(data)
+
+    def _begin(self, bucket_id: str) -> None:
+        if self.next_errors:
+            raise self.next_errors.pop(0)
+        if bucket_id != BUCKET:
+            raise BucketNotFoundError("404 Client Error", response=hub_response(404))
+
+    def _info(self, name: str) -> BucketFile:
+        data = self._objects[name]
+        digest = hashlib.sha256(data + name.encode()).hexdigest()
+        return BucketFile(type="file", path=name, size=len(data), xetHash=digest)

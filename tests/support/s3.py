@@ -14,10 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test-access-key",
+    "AWS_SECRET_ACCESS_KEY": "test-secret-not-to-be-shown",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 _SERVER = """
-import logging, sys
+import logging, os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # ends with its parent
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 server = make_server("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
@@ -43,10 +49,14 @@ class S3Server:
 
 
 @contextmanager
-def moto_server(bucket: str = "bucketrl-tests") -> Iterator[S3Server]:
+def moto_server(bucket: str = "bucketrl-tests", *, page: int = 1000) -> Iterator[S3Server]:
+    """`page`: objects per answer to a listing, at most."""
     port = _free_port()
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(port)], env=os.environ | CREDENTIALS, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", _SERVER, str(port)],
+        env=os.environ | CREDENTIALS | {"MOTO_S3_DEFAULT_MAX_KEYS": str(page)},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         _wait_for(port, process)
@@ -54,10 +64,10 @@ def moto_server(bucket: str = "bucketrl-tests") -> Iterator[S3Server]:
         yield S3Server(f"http://127.0.0.1:{port}", bucket)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
     """An answer of the relay's own in place of the server's."""
 
@@ -70,14 +80,17 @@ class Answer:
         return f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>injected</Message></Error>".encode()
 
 
+@dataclass(frozen=True)
 class LoseReply:
     """The server does what was asked; the connection closes before the client hears of it."""
 
 
+@dataclass(frozen=True)
 class CutBody:
     """The client gets the headers and half of the body."""
 
 
+@dataclass(frozen=True)
 class DropCondition:
     """The request goes on without its `If-None-Match`, as through a gateway that ignores it."""
 
