@@ -49,6 +49,8 @@ class ProxyClient:
         Raises ProxyRefused for a URL or a token that cannot be used.
         """
         self.url = url.rstrip("/")
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ProxyRefused(0, "the proxy URL carries credentials; want http://host:port and a token")
         if not _SENDABLE.fullmatch(token):
             # Checked here because the HTTP library would quote the token in its error.
             raise ProxyRefused(0, "the token contains white space or characters that a header cannot carry")

@@ -22,8 +22,10 @@ from bucketrl.tasks.questions import QuestionTask
 
 CONCURRENT_GROUPS = 8
 EXAMPLES = 4
-SIGNAL = (0.2, 0.8)
-"""Mixed share within which most samples teach something and some are already stable."""
+MIXED_LEAST = 0.2
+"""Below it most samples teach nothing."""
+MIXED_MOST = 0.8
+"""Above it the reward may be noise: a task usually has some problems that are always or never solved."""
 TRUNCATED_MOST = 0.5
 ANSWERED_LEAST = 0.1
 Z95 = 1.96
@@ -180,14 +182,11 @@ def judge(
     mixed: float, *, best: int, worst: int, truncated: float, answered: float | None
 ) -> tuple[Verdict, str]:
     """The verdict on a share of mixed groups, and one line of advice. `best` and `worst` as in TaskProbe."""
-    if SIGNAL[0] <= mixed <= SIGNAL[1]:
+    if mixed > MIXED_MOST:
+        return "signal", "nearly all groups differ in reward: start the run, unless the rewards look random"
+    if mixed >= MIXED_LEAST:
         return "signal", "enough groups differ in reward: start the run"
-    verdict: Verdict = "none" if mixed < SIGNAL[0] / 4 else "weak"
-    if mixed > SIGNAL[1]:
-        return "weak", (
-            "nearly every group is mixed: rewards may be noise, or groups so large that one lucky "
-            "completion mixes them; look at the examples"
-        )
+    verdict: Verdict = "none" if mixed < MIXED_LEAST / 4 else "weak"
     if truncated > TRUNCATED_MOST:
         return verdict, "most completions are cut off: raise sampling.max_tokens or ask for short answers"
     if answered is not None and answered < ANSWERED_LEAST:

@@ -65,7 +65,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """An event: a role started, died, was started again."""
-        self._console.print(line, highlight=False)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def update(self) -> RunStatus | None:
         """The newest status; None while the proxy is away."""
@@ -91,7 +91,7 @@ class Display:
     def _lines(self, status: RunStatus, workers: list[WorkerSummary], fresh: list[StepSummary]) -> None:
         for step in fresh:
             self.say(step_line(step, status))
-        waiting = "" if self._steps else ", ".join(_activity(worker) for worker in workers)
+        waiting = "" if self._steps else ", ".join(f"{worker.role} {_activity(worker)}" for worker in workers)
         if waiting and waiting != self._waiting:
             self.say(f"  {waiting}")
         self._waiting = waiting

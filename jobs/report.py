@@ -127,7 +127,11 @@ def plot(summary: Summary, path: Path) -> None:
         for part, values in ((numbers[:EDGE], reward[:EDGE]), (numbers[-EDGE:], reward[-EDGE:])):
             top.hlines(fmean(values), part[0], part[-1], color="#111827", linewidth=3)
             top.annotate(
-                f"{fmean(values):.2f}", (part[-1], fmean(values)), xytext=(4, 6), textcoords="offset points"
+                f"{fmean(values):.2f}",
+                (part[-1], fmean(values)),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="right",
             )
     if len(summary.evaluations) >= 2:
         versions = [item.version for item in summary.evaluations]
@@ -146,7 +150,7 @@ def plot(summary: Summary, path: Path) -> None:
     bottom.set_ylabel("staleness")
     bottom.set_xlabel("optimizer step")
     bottom.grid(alpha=0.25)
-    bottom.legend(frameon=False, ncols=3, loc="upper right")
+    bottom.legend(frameon=False, ncols=3, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -56,6 +56,8 @@ def create_app(
 
     def followed(task: "asyncio.Task[None]") -> None:
         error = None if task.cancelled() else task.exception()
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         if error is not None:
             follower.trouble = f"internal error: {type(error).__name__}"
             if on_failure is not None:

@@ -93,9 +93,7 @@ class ProxyCore:
             tuple(self._listed(keys.QUARANTINE_PREFIX, keys.parse_quarantine)),
         )
 
-    def _listed(
-        self, prefix: str, parse: Callable[[str], tuple[GroupId, str] | None]
-    ) -> Iterator[Attempt]:
+    def _listed(self, prefix: str, parse: Callable[[str], tuple[GroupId, str] | None]) -> Iterator[Attempt]:
         size = self.run.prompts_per_epoch
         first = GroupId.from_ordinal(self.state.consumed.cursor, size)
         for info in self.store.list(prefix, start_after=f"{prefix}{first}"):
@@ -117,10 +115,9 @@ class ProxyCore:
         return True
 
     def apply_attempts(self, attempts: Attempts) -> None:
-        now = self.clock()
+        self.scheduler.listed(attempts.uploaded, self.clock())
         for ordinal, attempt in attempts.quarantined:
             self.scheduler.quarantined(ordinal, attempt)
-        self.scheduler.listed(attempts.uploaded, now)
         self._caught_up = True
 
     def tick(self) -> None:

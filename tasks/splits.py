@@ -20,7 +20,7 @@ class GeneratedSplits:
     """
 
     def __init__(self, generate: Generate, train_size: int, heldout_size: int) -> None:
-        """Raises TaskError if there are not enough different questions for the held-out split."""
+        """Raises TaskError if there are not enough different questions."""
         self._generate = generate
         self._train_size = train_size
         heldout: dict[str, Question] = {}
@@ -36,6 +36,7 @@ class GeneratedSplits:
             )
         self._heldout = tuple(heldout.values())
         self._held_out_texts = frozenset(heldout)
+        self.question("train", 0)
 
     def size(self, split: Split) -> int:
         return self._train_size if split == "train" else len(self._heldout)

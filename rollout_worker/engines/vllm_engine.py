@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import logging
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
 from bucketrl.rollout_worker.engines import parent_watch
 from bucketrl.rollout_worker.engines.checks import CLOSED, checked_completion
+from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,9 @@ class VllmEngine:
         self._settings = settings
         self._llm: Any = None
         self._adapters: dict[int, Any] = {}
+        self._on_cpu = False
+        self._null_adapter: Any = None
+        self._null_folder: tempfile.TemporaryDirectory[str] | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closing = False
         # vLLM caches adapters by id and prefixes by name: neither is ever used twice, not even when a
@@ -75,9 +80,9 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings = self._settings
-        on_cpu = current_platform.is_cpu()
+        self._on_cpu = current_platform.is_cpu()
         kv_cache_bytes = settings.kv_cache_bytes
-        if kv_cache_bytes is None and on_cpu:
+        if kv_cache_bytes is None and self._on_cpu:
             kv_cache_bytes = _cpu_kv_cache_bytes(read_json(settings.model_path / "config.json"), settings)
         try:
             self._llm = AsyncLLM.from_engine_args(
@@ -102,7 +107,7 @@ class VllmEngine:
                     enable_prefix_caching=True,
                     kv_cache_memory_bytes=kv_cache_bytes,
                     gpu_memory_utilization=settings.gpu_memory_utilization,
-                    enforce_eager=on_cpu,
+                    enforce_eager=self._on_cpu,
                     disable_log_stats=True,
                     worker_extension_cls=f"{parent_watch.__name__}.{parent_watch.ParentWatch.__name__}",
                 )
@@ -112,11 +117,9 @@ class VllmEngine:
             raise UserError(f"engine: vLLM cannot serve this configuration: {reason[:400]}") from error
 
     async def add_adapter(self, version: int, folder: Path) -> None:
-        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        lora_id = next(self._lora_ids)
-        request = LoRARequest(f"v{version}-{lora_id}", lora_id, str(folder))
+        request = self._lora_request(f"v{version}", folder)
         try:
             await self._llm.add_lora(request)
         except EngineDeadError:
@@ -159,7 +162,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        adapter = None if version is None else self._adapters[version]
+        adapter = await self._base_adapter() if version is None else self._adapters[version]
         params = SamplingParams(
             temperature=1.0,
             max_tokens=1,
@@ -173,6 +176,25 @@ class VllmEngine:
         scores = [_logprob(row, token) for row, token in zip(rows, token_ids[1:], strict=True)]
         return [float("nan") if score is None else score for score in scores]
 
+    async def _base_adapter(self) -> Any:
+        """What a request for the base model names: nothing, but the null adapter on CPU."""
+        if not self._on_cpu:
+            return None
+        if self._null_adapter is None:
+            self._null_folder = tempfile.TemporaryDirectory(prefix="bucketrl-base-")
+            folder = Path(self._null_folder.name)
+            await in_thread(
+                write_null_adapter, self._settings.model_path, self._settings.lora_targets, folder
+            )
+            self._null_adapter = self._lora_request("base", folder)
+        return self._null_adapter
+
+    def _lora_request(self, name: str, folder: Path) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        lora_id = next(self._lora_ids)
+        return LoRARequest(f"{name}-{lora_id}", lora_id, str(folder))
+
     async def _run(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
         """The request's only output. Raises DroppedCompletion if the engine is closed meanwhile."""
         if self._closing:
@@ -182,10 +204,9 @@ class VllmEngine:
         try:
             return await task
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._closing and current is not None and not current.cancelling():
-                raise DroppedCompletion(CLOSED) from None
-            raise
+            if task in self._running:
+                raise
+            raise DroppedCompletion(CLOSED) from None
         finally:
             self._running.discard(task)
 
@@ -199,11 +220,13 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._closing = True
-        running = list(self._running)
+        running, self._running = self._running, set()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._adapters.clear()
+        if self._null_folder is not None:
+            self._null_folder.cleanup()
         if self._llm is None:
             return
         if self._llm.output_handler is not None:

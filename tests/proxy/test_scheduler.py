@@ -1,5 +1,6 @@
 """The scheduler's promises, held under random histories."""
 
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bucketrl.bucket.records import Consumed
-from bucketrl.proxy.scheduler import ADOPTION_GRACE_S, TAIL_MIN_S, TAIL_MIN_SAMPLES, Limits, Scheduler
+from bucketrl.proxy.scheduler import ADOPTION_GRACE_S, REACH, TAIL_MIN_S, TAIL_MIN_SAMPLES, Limits, Scheduler
 
 LIMITS = Limits(prompts_per_epoch=5, max_outstanding=6, lease_seconds=60.0)
 
@@ -17,7 +18,7 @@ def scheduler(limits: Limits = LIMITS, *, version: int = 0, prefix: str = "lease
     numbers = count()
     made = Scheduler(limits, lambda: f"{prefix}-{next(numbers)}")
     if version >= 0:
-        made.committed(Consumed(), version, finished=False)
+        made.committed(Consumed(), version, 0.0, finished=False)
     return made
 
 
@@ -28,7 +29,7 @@ def ordinals(reply: object) -> list[int]:
 def test_nothing_is_leased_before_the_first_policy_or_after_the_last_step() -> None:
     fresh = scheduler(version=-1)
     assert fresh.lease("w", 4, 0.0).reason == "no_policy"
-    fresh.committed(Consumed(), 9, finished=True)
+    fresh.committed(Consumed(), 9, 0.0, finished=True)
     assert fresh.lease("w", 4, 0.0).reason == "finished"
 
 
@@ -36,7 +37,7 @@ def test_admission_stops_at_the_staleness_bound_and_reopens_with_a_commit() -> N
     one = scheduler()
     assert ordinals(one.lease("w", 9, 0.0)) == [0, 1, 2, 3, 4, 5]
     assert one.lease("w", 1, 0.0).reason == "staleness_bound"
-    one.committed(Consumed(cursor=2), 1, finished=False)
+    one.committed(Consumed(cursor=2), 1, 0.0, finished=False)
     assert ordinals(one.lease("w", 9, 0.0)) == [6, 7]
 
 
@@ -110,7 +111,7 @@ def test_an_idle_worker_gets_a_late_group_as_well() -> None:
     for turn in range(TAIL_MIN_SAMPLES):
         lease = one.lease("quick", 1, 0.0).leases[0]
         one.complete(lease.lease_id, lease.ordinal, "a", 0.5)
-        one.committed(Consumed(above=tuple(range(1, turn + 2))), turn, finished=False)
+        one.committed(Consumed(above=tuple(range(1, turn + 2))), turn, 0.5, finished=False)
     while not one.lease("quick", 1, 1.0).reason.startswith("staleness"):
         pass
     assert not one.lease("quick", 1, TAIL_MIN_S - 1).leases
@@ -118,11 +119,83 @@ def test_an_idle_worker_gets_a_late_group_as_well() -> None:
     assert first.ordinal not in ordinals(one.lease("third", 9, TAIL_MIN_S + 2)), "twice is enough"
 
 
+def test_a_refused_attempt_stays_refused_when_a_listing_shows_it_again() -> None:
+    """Its object stays in the bucket: were it taken for an upload, the group would never be sampled again."""
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    one.complete("lease-0", 0, "bad", 1.0)
+    one.quarantined(0, "bad")
+    one.listed([(0, "bad")], 2.0)
+    assert ordinals(one.lease("w", 1, 3.0)) == [0]
+    one.listed([(0, "bad")], 4.0)
+    assert one.holder(0) == "w"
+
+
+def test_an_attempt_refused_before_it_is_announced_frees_its_lease() -> None:
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    one.quarantined(0, "bad")
+    one.complete("lease-0", 0, "bad", 1.0)
+    assert ordinals(one.lease("x", 1, 1.0)) == [0]
+
+
+def test_a_repeated_announcement_counts_once() -> None:
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    one.complete("lease-0", 0, "a", 1.0)
+    one.complete("lease-0", 0, "a", 1.5)
+    assert one.totals.completed == 1
+
+
+def test_a_successor_gives_out_the_gaps_below_what_the_log_has_consumed() -> None:
+    """Ordinals 0 and 1 were leased by a predecessor; the log consumed 2 first."""
+    successor = scheduler(version=-1)
+    successor.committed(Consumed(above=(2,)), 1, 0.0, finished=False)
+    assert ordinals(successor.lease("w", 1, 1.0)) == [3]
+    assert ordinals(successor.lease("w", 2, ADOPTION_GRACE_S)) == [0, 1]
+
+
+def test_a_successor_of_a_long_run_starts_at_the_cursor() -> None:
+    """In time that does not depend on how many groups the run has consumed."""
+    successor = scheduler(Limits(10**8, 6, 60.0), version=-1)
+    successor.committed(Consumed(cursor=10**11), 9, 0.0, finished=False)
+    assert ordinals(successor.lease("w", 1, 0.0)) == [10**11]
+
+
+@pytest.mark.parametrize("claim", ["listed", "held", "complete", "quarantined"])
+def test_a_group_far_beyond_the_bound_is_ignored(claim: str) -> None:
+    """A foreign object or a confused worker must not make the scheduler account for groups without end."""
+    one = scheduler()
+    far = REACH * LIMITS.max_outstanding
+    match claim:
+        case "listed":
+            one.listed([(far, "a")], 0.0)
+        case "held":
+            one.held("w", [("x", far)], 0.0)
+        case "complete":
+            one.complete("x", far, "a", 0.0)
+        case _:
+            one.quarantined(far, "a")
+    assert one.next_ordinal == 0
+    one.listed([(far - 1, "a")], 0.0)
+    assert one.next_ordinal == far
+
+
+def test_a_lease_released_twice_or_by_a_stranger_changes_nothing_more() -> None:
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    one.release("lease-0", "stranger")
+    assert one.holder(0) == "w"
+    one.release("lease-0", "w")
+    one.release("lease-0", "w")
+    assert ordinals(one.lease("x", 6, 0.0)) == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("late", ["lease-0", "unknown"])
 def test_messages_about_consumed_groups_change_nothing(late: str) -> None:
     one = scheduler()
     one.lease("w", 1, 0.0)
-    one.committed(Consumed(cursor=1), 1, finished=False)
+    one.committed(Consumed(cursor=1), 1, 0.0, finished=False)
     one.complete(late, 0, "a", 1.0)
     one.held("w", [(late, 0)], 1.0)
     one.quarantined(0, "a")
@@ -130,8 +203,17 @@ def test_messages_about_consumed_groups_change_nothing(late: str) -> None:
     assert ordinals(one.lease("w", 1, 1.0)) == [1]
 
 
+@dataclass
+class Held:
+    """A lease as its worker knows it."""
+
+    worker: str
+    ordinal: int
+    deadline: float
+
+
 class Histories(RuleBasedStateMachine):
-    """Two workers, a learner, silence, refusals, and a proxy that is replaced now and then."""
+    """Two workers, a learner, silence, refusals, work without the proxy, and a proxy that is replaced."""
 
     workers = st.sampled_from(["a", "b"])
 
@@ -141,83 +223,127 @@ class Histories(RuleBasedStateMachine):
         self.consumed = Consumed()
         self.version = 0
         self.bucket: set[tuple[int, str]] = set()
-        self.held: dict[str, tuple[str, int]] = {}
+        self.refused: set[tuple[int, str]] = set()
+        self.attempts = count()
+        self.held: dict[str, Held] = {}
         self.generation = 0
         self.ever_issued: set[int] = set()
+        self.issued_here: set[int] = set()
+        """By this very proxy, and nothing has happened since that would let it issue them again."""
+        self.skips: set[int] = set()
+        """What the learner has told this very proxy."""
         self.one = scheduler()
+
+    def valid(self) -> list[tuple[int, str]]:
+        return sorted(pair for pair in self.bucket - self.refused if pair[0] not in self.consumed)
+
+    def upload(self, ordinal: int) -> str:
+        attempt = f"a{next(self.attempts):04d}"
+        self.bucket.add((ordinal, attempt))
+        return attempt
 
     @rule(worker=workers, n=st.integers(1, 4))
     def lease(self, worker: str, n: int) -> None:
-        before = self.one.next_ordinal
+        before, doubled = self.one.next_ordinal, self.one.totals.tail
         reply = self.one.lease(worker, n, self.now)
         if self.one.next_ordinal > before:
             assert self.one.outstanding <= LIMITS.max_outstanding
+        again = [lease for lease in reply.leases if lease.ordinal in self.issued_here]
+        assert len(again) == self.one.totals.tail - doubled, "issued again without a reason"
         for lease in reply.leases:
             assert lease.ordinal not in self.consumed
-            self.held[lease.lease_id] = (worker, lease.ordinal)
+            self.held[lease.lease_id] = Held(worker, lease.ordinal, self.now + LIMITS.lease_seconds)
             self.ever_issued.add(lease.ordinal)
+            self.issued_here.add(lease.ordinal)
 
-    @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), announced=st.booleans(), twice=st.booleans())
+    def complete(self, data: st.DataObject, announced: bool, twice: bool) -> None:
         if not self.held:
             return
         lease_id = data.draw(st.sampled_from(sorted(self.held)))
-        worker, ordinal = self.held.pop(lease_id)
-        self.bucket.add((ordinal, worker))
-        if data.draw(st.booleans()):  # else the announcement is lost
-            self.one.complete(lease_id, ordinal, worker, self.now)
+        done = self.held.pop(lease_id)
+        attempt = self.upload(done.ordinal)
+        for _ in range(announced * (1 + twice)):
+            self.one.complete(lease_id, done.ordinal, attempt, self.now)
+
+    @rule(ahead=st.integers(0, 2 * LIMITS.max_outstanding - 1))
+    def work_alone(self, ahead: int) -> None:
+        """A worker that could not reach the proxy."""
+        ordinal = self.consumed.cursor + ahead
+        if ordinal not in self.consumed:
+            self.upload(ordinal)
+            self.ever_issued.add(ordinal)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.held:
             lease_id = data.draw(st.sampled_from(sorted(self.held)))
-            worker, _ = self.held.pop(lease_id)
-            self.one.release(lease_id, worker)
+            given = self.held.pop(lease_id)
+            self.one.release(lease_id, given.worker)
+            self.issued_here.discard(given.ordinal)
 
     @rule(worker=workers)
     def die(self, worker: str) -> None:
-        self.held = {lease: pair for lease, pair in self.held.items() if pair[0] != worker}
+        for lease_id in [lease_id for lease_id, one in self.held.items() if one.worker == worker]:
+            self.issued_here.discard(self.held.pop(lease_id).ordinal)
         self.one.lost(worker)
 
     @rule(worker=workers)
     def heartbeat(self, worker: str) -> None:
-        mine = [(lease, ordinal) for lease, (who, ordinal) in self.held.items() if who == worker]
-        self.one.held(worker, mine, self.now)
+        mine = {lease_id: one for lease_id, one in self.held.items() if one.worker == worker}
+        self.one.held(worker, [(lease_id, one.ordinal) for lease_id, one in mine.items()], self.now)
+        for one in mine.values():
+            one.deadline = self.now + LIMITS.lease_seconds
 
     @rule()
     def commit(self) -> None:
-        ready = sorted({ordinal for ordinal, _ in self.bucket if ordinal not in self.consumed})[:2]
+        ready = sorted({ordinal for ordinal, _ in self.valid()})[:2]
         if ready:
             self.consumed = self.consumed.add(set(ready))
             self.version += 1
-            self.one.committed(self.consumed, self.version, finished=False)
+            self.one.committed(self.consumed, self.version, self.now, finished=False)
+
+    @rule(data=st.data())
+    def announce_skips(self, data: st.DataObject) -> None:
+        """The learner may change its mind, or be replaced by one that has not looked yet."""
+        ready = sorted({ordinal for ordinal, _ in self.valid()})
+        skips = data.draw(st.lists(st.sampled_from(ready), unique=True)) if ready else []
+        self.one.pending_skips(skips)
+        self.skips = {ordinal for ordinal in skips if ordinal < self.one.next_ordinal}
 
     @rule()
     def list_bucket(self) -> None:
-        self.one.listed([pair for pair in self.bucket if pair[0] not in self.consumed], self.now)
-
-    @rule(data=st.data())
-    def refuse(self, data: st.DataObject) -> None:
-        waiting = sorted(pair for pair in self.bucket if pair[0] not in self.consumed)
-        if waiting:
-            ordinal, attempt = data.draw(st.sampled_from(waiting))
-            self.bucket.discard((ordinal, attempt))
+        self.one.listed(sorted(pair for pair in self.bucket if pair[0] not in self.consumed), self.now)
+        for ordinal, attempt in self.refused:
             self.one.quarantined(ordinal, attempt)
+            self.issued_here.discard(ordinal)
+
+    @rule(data=st.data(), told=st.booleans())
+    def refuse(self, data: st.DataObject, told: bool) -> None:
+        if self.valid():
+            refused = data.draw(st.sampled_from(self.valid()))
+            self.refused.add(refused)
+            if told:
+                self.one.quarantined(*refused)
+                self.issued_here.discard(refused[0])
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 70.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.one.expire(self.now)
+        self.issued_here -= {one.ordinal for one in self.held.values() if one.deadline <= self.now}
 
     @rule()
     def replace_proxy(self) -> None:
         self.generation += 1
-        self.one = scheduler(prefix=f"g{self.generation}")
-        self.one.committed(self.consumed, self.version, finished=False)
+        self.one = scheduler(version=-1, prefix=f"g{self.generation}")
+        self.one.committed(self.consumed, self.version, self.now, finished=False)
+        self.issued_here.clear()
+        self.skips.clear()
         self.list_bucket()
 
     @invariant()
-    def every_ordinal_below_next_is_accounted_for(self) -> None:
+    def every_ordinal_below_next_is_in_exactly_one_place(self) -> None:
         one = self.one
         for ordinal in range(one.next_ordinal):
             places = [
@@ -229,18 +355,38 @@ class Histories(RuleBasedStateMachine):
             ]
             assert sum(places) == 1, f"{ordinal}: {places}"
 
+    @invariant()
+    def what_is_outstanding_is_counted_right(self) -> None:
+        issued = range(self.one.next_ordinal)
+        assert self.one.outstanding == sum(n not in self.consumed and n not in self.skips for n in issued)
+
+    @invariant()
+    def a_group_has_two_leases_only_by_the_tail_rule(self) -> None:
+        shared = [n for n in range(self.one.next_ordinal) if len(self.one._leases.of_group(n)) > 1]
+        assert len(shared) <= self.one.totals.tail
+        assert all(len(self.one._leases.of_group(n)) == 2 for n in shared)
+
+    @invariant()
+    def the_view_of_the_log_is_right(self) -> None:
+        assert self.one.next_ordinal >= self.consumed.cursor
+        assert [n for n in range(self.one.next_ordinal) if self.one.is_consumed(n)] == [
+            n for n in range(self.one.next_ordinal) if n in self.consumed
+        ]
+
     def teardown(self) -> None:
-        """However it went: if workers and learner go on working, everything issued is consumed."""
-        for _ in range(200):
+        """However it went: if workers and learner go on working, everything issued is consumed, and more."""
+        before = self.consumed.cursor
+        for _ in range(100):
             self.now += 15.0
             self.list_bucket()
             for worker in ("a", "b"):
                 for lease in self.one.lease(worker, 4, self.now).leases:
-                    self.bucket.add((lease.ordinal, worker))
-                    self.one.complete(lease.lease_id, lease.ordinal, worker, self.now)
+                    attempt = self.upload(lease.ordinal)
+                    self.one.complete(lease.lease_id, lease.ordinal, attempt, self.now)
             self.commit()
         assert all(ordinal in self.consumed for ordinal in self.ever_issued)
+        assert self.consumed.cursor >= before + 100, "the learner starved"
 
 
-Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestHistories = Histories.TestCase

@@ -1,6 +1,5 @@
 """The transformers engine keeps the engine contract, and fails in the open."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,10 +7,10 @@ import pytest
 import pytest_asyncio
 
 from bucketrl.bucket.errors import IntegrityError, UserError
-from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
+from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines import create_engine
 
-from .engine_contract import EngineContract, Setting, make_setting, make_settings, request
+from .engine_contract import EngineContract, Setting, close_under_way, make_setting, make_settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,13 +59,7 @@ async def test_closing_answers_everybody_who_waits(setting: Setting) -> None:
     engine = create_engine("transformers", make_settings(setting.model))
     await engine.start()
     await engine.add_adapter(1, setting.adapters[1])
-    running = [asyncio.create_task(engine.generate(request(1, seed=n, max_tokens=400))) for n in range(80)]
-    await asyncio.sleep(0.05)
-    await engine.close()
-    outcomes = await asyncio.gather(*running, return_exceptions=True)
-    assert any(isinstance(outcome, DroppedCompletion) for outcome in outcomes)
-    with pytest.raises(DroppedCompletion):
-        await engine.generate(request(1, seed=0))
+    await close_under_way(engine)
 
 
 async def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> None:

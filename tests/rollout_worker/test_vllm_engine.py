@@ -12,7 +12,7 @@ from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines import create_engine
 
-from .engine_contract import EngineContract, Setting, make_setting, make_settings
+from .engine_contract import EngineContract, Setting, close_under_way, make_setting, make_settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +34,7 @@ async def engine(setting: Setting) -> AsyncIterator[Engine]:
     for version in (1, 2):
         await engine.add_adapter(version, setting.adapters[version])
     yield engine
-    await engine.close()
+    await close_under_way(engine)
 
 
 def watched_by() -> set[int]:

@@ -111,9 +111,8 @@ def test_splits_are_disjoint_even_where_questions_are_few(seed: int, heldout_siz
 
 
 def test_a_generator_with_nothing_left_to_train_on_is_an_error() -> None:
-    splits = GeneratedSplits(lambda split, i: Question(f"q{i % 3}", "a"), train_size=5, heldout_size=3)
     with pytest.raises(TaskError, match="heldout_size 3"):
-        splits.question("train", 0)
+        GeneratedSplits(lambda split, i: Question(f"q{i % 3}", "a"), train_size=5, heldout_size=3)
 
 
 def test_a_task_is_picklable() -> None:
