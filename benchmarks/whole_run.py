@@ -1,0 +1,20 @@
+"""A whole run as a benchmark: `bucketrl run` on an example, in a fresh bucket, with held-out problems
+before and after. It takes what a user would wait for it."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROBLEMS = 200
+
+
+def run(example: str, name: str) -> int:
+    """Runs `examples/<example>.toml` and writes `benchmarks/results/<name>.json`; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="bucketrl-benchmark-") as folder:
+        command = [
+            sys.executable, "-m", "bucketrl.jobs", "run", f"examples/{example}.toml", "--engine", "vllm",
+            "--bucket", str(Path(folder) / "bucket"), "--evaluate", str(PROBLEMS), "--record", name,
+        ]  # fmt: skip
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
