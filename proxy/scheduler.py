@@ -85,6 +85,7 @@ class Scheduler:
         self.version = version
         self.finished = finished
         self._advance_to(max(self._cursor, max(self._above, default=-1) + 1), now)
+        self._pending_skips = frozenset(o for o in self._pending_skips if not self.is_consumed(o))
         self._queue = {o for o in self._queue if not self.is_consumed(o)}
         for held in (self._uploaded, self._refused, self._unaccounted):
             for ordinal in [o for o in held if self.is_consumed(o)]:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import random
 import secrets
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Literal
@@ -251,10 +252,11 @@ class RolloutWorker:
         Within the grace period; after the last step nothing is worth uploading.
         """
         self._state = "draining"
+        deadline = time.monotonic() + self._options.grace_s
+        reserve = self._options.grace_s * RELEASE_SHARE
         await _cancel(self._producers)
         closing = asyncio.create_task(self._engine.close())
         if not finished:
-            reserve = self._options.grace_s * RELEASE_SHARE
             await self._source.settle(reserve)
             idle = [work for work in self._source.held.values() if work not in self._complete]
             giving = asyncio.gather(*map(self._source.give_back, idle), return_exceptions=True)
@@ -263,7 +265,7 @@ class RolloutWorker:
             late = asyncio.gather(*map(self._source.give_back, self._complete), return_exceptions=True)
             await _in_time(asyncio.gather(giving, late), reserve)
         await self._rewards.close()
-        await _in_time(closing, self._options.grace_s)
+        await _in_time(closing, max(deadline - time.monotonic(), reserve))
         await _cancel(self._others)
 
     async def _drain(self) -> None:

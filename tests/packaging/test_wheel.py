@@ -103,7 +103,9 @@ def test_the_proxy_script_serves_from_an_empty_environment(
         health = httpx.get(f"{url}/healthz", timeout=10)
         assert health.status_code == 200
         assert health.json()["status"] == "alive"
-        assert httpx.get(f"{url}/v1/run", timeout=10).json()["step"] == -1
+        status = httpx.get(f"{url}/v1/run", timeout=10).json()
+        assert status["run_id"] == health.json()["run_id"]
+        assert status["steps"] == 3
     finally:
         process.terminate()
         process.wait(20)
