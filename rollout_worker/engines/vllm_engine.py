@@ -25,6 +25,8 @@ from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
 
 logger = logging.getLogger(__name__)
 
+_CPU_STEP_TOKENS = 4096
+"""Prompt tokens that one engine step computes on CPU, at most."""
 _SPARE_CPU_ADAPTERS = 2
 """Host slots beyond the GPU's: the version being added, and one whose last requests still run."""
 _CPU_BLOCK_TOKENS = 128
@@ -109,6 +111,12 @@ class VllmEngine:
                     gpu_memory_utilization=settings.gpu_memory_utilization,
                     enforce_eager=self._on_cpu,
                     disable_log_stats=True,
+                    # On CPU a request with a seed whose prompt is computed in parts ends the engine
+                    # ("CPU Generator does not use offset"): there every prompt is computed in one piece.
+                    enable_chunked_prefill=False if self._on_cpu else None,
+                    max_num_batched_tokens=max(_CPU_STEP_TOKENS, settings.max_model_len)
+                    if self._on_cpu
+                    else None,
                     worker_extension_cls=f"{parent_watch.__name__}.{parent_watch.ParentWatch.__name__}",
                 )
             )

@@ -142,6 +142,15 @@ class EngineContract:
                 assert len(got.token_ids) == 64
         assert {got.token_ids[-1] for got in drawn if got.finish_reason == "stop"} == ends
 
+    async def test_more_prompt_tokens_than_one_step_computes(self, engine: Engine, setting: Setting) -> None:
+        """Long seeded prompts that arrive at once: whatever the engine splits, nothing fails or changes."""
+        prompts = [tuple(1 + (7 * i + 13 * j) % 60 for j in range(250)) for i in range(24)]
+        drawn = await asyncio.gather(
+            *(engine.generate(request(1, i, prompt=p, max_tokens=4)) for i, p in enumerate(prompts))
+        )
+        for prompt, completion in zip(prompts, drawn, strict=True):
+            assert mismatch(setting.policies[1], prompt, completion, 1.0) <= TOLERANCE
+
     async def test_the_seed_decides_the_completion(self, engine: Engine) -> None:
         first, same, other = [await engine.generate(request(1, seed=seed)) for seed in (7, 7, 8)]
         assert first.token_ids == same.token_ids
