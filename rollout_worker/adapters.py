@@ -9,6 +9,7 @@ A version is served only after all of it; requests that began with an older one 
 import asyncio
 import logging
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.canary import canary_failure
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.policy import PolicyWatcher
-from bucketrl.rollout_worker.scratch import remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Adapters:
                 await self._engine.remove_adapter(version)
                 raise IntegrityError(f"the engine does not serve it: {failure}")
         except (IntegrityError, StoreError):
-            await in_thread(remove_folder, folder)
+            await in_thread(_remove_folder, folder)
             raise
         self._folders[version] = folder
         async with self._loaded:
@@ -117,7 +117,7 @@ class Adapters:
         oldest = self.newest - (self._run.config.algorithm.max_staleness + 1)
         for version in [v for v in self._folders if v < oldest and self._users[v] == 0]:
             await self._engine.remove_adapter(version)
-            await in_thread(remove_folder, self._folders.pop(version))
+            await in_thread(_remove_folder, self._folders.pop(version))
             del self._users[version]
 
 
@@ -133,3 +133,13 @@ def _read_commit(store: Store, run: RunRecord, head: PolicyHead) -> StepRecord:
     if record.run_id != run.run_id:
         raise IntegrityError(f"{key}: belongs to run {record.run_id}, not {run.run_id}")
     return record
+
+
+def _remove_folder(folder: Path) -> None:
+    """A failure costs disk space only: it is logged."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("cannot remove %s: %s", folder, error)

@@ -14,6 +14,7 @@ from bucketrl.bucket import keys
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import EvaluationRecord, RunRecord, StepRecord, sha256_hex
+from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.blocking import in_thread
@@ -23,7 +24,6 @@ from bucketrl.rollout_worker.loading import load_engine
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.prompts import Prompts, PromptTooLong, Tokenizer
 from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
-from bucketrl.rollout_worker.scratch import scratch_folder
 from bucketrl.tasks.base import Task
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def evaluate_versions(
             await engine.close()
         return results
 
-    with scratch_folder(options.cache_dir / "adapters") as folder:
+    with scratch_folder(options.cache_dir / "adapters", "worker-") as folder:
         return asyncio.run(work(folder))
 
 

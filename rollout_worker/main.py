@@ -8,12 +8,12 @@ from pathlib import Path
 from bucketrl.api.client import ProxyClient
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.records import RunRecord
+from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.loading import load_engine
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.rewards import RewardPool
-from bucketrl.rollout_worker.scratch import scratch_folder
 from bucketrl.rollout_worker.worker import RolloutWorker
 from bucketrl.tasks.base import Task
 
@@ -51,7 +51,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     tokenizer, engine = await in_thread(load_engine, run, model_path, options)
-    with scratch_folder(options.cache_dir / "adapters") as folder:
+    with scratch_folder(options.cache_dir / "adapters", "worker-") as folder:
         rewards = RewardPool(task, processes=options.reward_processes, timeout_s=options.reward_timeout_s)
         worker = RolloutWorker(store, run, task, tokenizer, engine, rewards, client, options, folder)
         logger.info("loading the engine: about 30 s and 2 GB on CPU (%s)", engine.name)

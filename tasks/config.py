@@ -55,6 +55,9 @@ class ReasoningGymConfig(CommonConfig):
     """`chain_sum`, `gcd`, ...: a name registered in reasoning-gym."""
     params: dict[str, Any] = {}
     """Settings of the generator, `size` and `seed` excepted."""
+    partial_credit: bool = False
+    """Whether a verifier's score between 0 and 1 counts. Many give it to any text that contains the answer:
+    12 where 2 is right."""
     train_size: Size = 10_000
     heldout_size: Size = 200
     seed: Seed = 0

@@ -60,6 +60,8 @@ def same_mathematics(answer: str, reference: str) -> bool:
     """
     import math_verify
 
+    # It warns in every process that its limit is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     # It warns that its limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold, target = (math_verify.parse(_as_latex(text), parsing_timeout=None) for text in (reference, answer))

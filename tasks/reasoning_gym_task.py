@@ -5,10 +5,25 @@ from typing import Any
 from bucketrl.tasks.base import Split, TaskError
 from bucketrl.tasks.config import ReasoningGymConfig
 from bucketrl.tasks.questions import Question
-from bucketrl.tasks.splits import TRIES, GeneratedSplits
+from bucketrl.tasks.splits import GeneratedSplits
 
-HELDOUT_SEED_OFFSET = 1 << 30
+FIRST_SEED: dict[Split, int] = {"train": 0, "heldout": 1 << 30}
 """Entry i of a dataset is drawn from seed + i: the splits' ranges must not meet."""
+CHUNK = 1000
+"""Entries of one dataset object. Some generators make all of theirs at once, and refuse to make many."""
+CHUNKS_KEPT = 32
+
+NOT_REPRODUCIBLE = frozenset(
+    {
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+"""These iterate over sets of strings or watch the clock, so that two processes get different entries."""
 
 
 class ReasoningGymSource:
@@ -16,11 +31,13 @@ class ReasoningGymSource:
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         """Raises TaskError for an unknown dataset, wrong params, or too few different questions."""
-        self._datasets: dict[Split, Any] = {
-            "train": _create(config, config.train_size, config.seed),
-            "heldout": _create(config, config.heldout_size, config.seed + HELDOUT_SEED_OFFSET),
-        }
+        self._config = config
+        self._chunks: dict[int, Any] = {}
         self._splits = GeneratedSplits(self._generate, config.train_size, config.heldout_size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the datasets, which are large and made again when they are needed."""
+        return {**self.__dict__, "_chunks": {}}
 
     def size(self, split: Split) -> int:
         return self._splits.size(split)
@@ -29,22 +46,36 @@ class ReasoningGymSource:
         return self._splits.question(split, index)
 
     def verify(self, answer: str, reference: Any) -> float:
-        return float(self._datasets["train"].score_answer(answer, reference))
+        score = float(self._dataset("train", 0).score_answer(answer, reference))
+        return score if self._config.partial_credit else float(score >= 1.0)
 
     def _generate(self, split: Split, ordinal: int) -> Question:
-        entry = self._datasets[split][ordinal]
+        chunk, position = divmod(ordinal, CHUNK)
+        entry = self._dataset(split, chunk)[position]
         return Question(entry["question"], entry)
 
+    def _dataset(self, split: Split, chunk: int) -> Any:
+        seed = self._config.seed + FIRST_SEED[split] + chunk * CHUNK
+        if seed not in self._chunks:
+            while len(self._chunks) >= CHUNKS_KEPT:
+                del self._chunks[next(iter(self._chunks))]
+            self._chunks[seed] = _create(self._config, seed)
+        return self._chunks[seed]
 
-def _create(config: ReasoningGymConfig, size: int, seed: int) -> Any:
+
+def _create(config: ReasoningGymConfig, seed: int) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
         raise TaskError("task.kind reasoning_gym needs a package: pip install 'bucketrl[tasks]'") from error
     if config.dataset not in reasoning_gym.factory.DATASETS:
         raise TaskError(f"task.dataset: reasoning-gym has no {config.dataset!r}")
+    if config.dataset in NOT_REPRODUCIBLE:
+        raise TaskError(
+            f"task.dataset: {config.dataset!r} gives other questions in every process; choose another"
+        )
     try:
-        return reasoning_gym.create_dataset(config.dataset, size=TRIES * size, seed=seed, **config.params)
+        return reasoning_gym.create_dataset(config.dataset, size=CHUNK, seed=seed, **config.params)
     except (TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise TaskError(f"task.params of {config.dataset}: {reason}") from error

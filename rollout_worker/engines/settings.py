@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from bucketrl.bucket.config import LoraConfig, RunConfig
 from bucketrl.bucket.errors import UserError
+from bucketrl.rollout_worker.model_files import linear_modules
 from bucketrl.rollout_worker.prompts import Tokenizer
 
 MAX_TEMPERATURE = 2.0
@@ -75,23 +76,10 @@ def engine_settings(
 
 
 def lora_targets(config: LoraConfig, model_path: Path) -> tuple[str, ...]:
-    """The run's targets, `all-linear` spelled out: every matrix of the weights but embeddings and head.
-
-    Read from the headers of the safetensors files; empty if there are none.
-    """
+    """The run's targets, `all-linear` spelled out; empty if the folder has no safetensors files."""
     if config.target_modules != "all-linear":
         return tuple(sorted(config.target_modules))
-    from safetensors import safe_open
-
-    found = set()
-    for path in sorted(model_path.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                module, _, kind = name.rpartition(".")
-                target = module.rpartition(".")[2]
-                if kind == "weight" and len(file.get_slice(name).get_shape()) == 2 and "embed" not in target:
-                    found.add(target)
-    return tuple(sorted(found - {"lm_head"}))
+    return tuple(sorted(linear_modules(model_path)))
 
 
 def stop_token_ids(model_path: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from tests.jobs.worlds import LINEAR, save_model_files
 
 from bucketrl.bucket.config import LoraConfig
 from bucketrl.bucket.errors import UserError
-from bucketrl.jobs.lora_targets import check_lora_targets, linear_modules
+from bucketrl.jobs.lora_targets import check_lora_targets
+from bucketrl.rollout_worker.model_files import linear_modules
 
 
 def test_linear_layers_are_found_without_embeddings_head_and_norms(tmp_path: Path) -> None:

@@ -226,6 +226,9 @@ class Histories(RuleBasedStateMachine):
         self.refused: set[tuple[int, str]] = set()
         self.attempts = count()
         self.held: dict[str, Held] = {}
+        """What workers still work on."""
+        self.granted: dict[str, Held] = {}
+        """The same, and what they have finished without the proxy hearing of it: its leases still stand."""
         self.generation = 0
         self.ever_issued: set[int] = set()
         self.issued_here: set[int] = set()
@@ -252,7 +255,8 @@ class Histories(RuleBasedStateMachine):
         assert len(again) == self.one.totals.tail - doubled, "issued again without a reason"
         for lease in reply.leases:
             assert lease.ordinal not in self.consumed
-            self.held[lease.lease_id] = Held(worker, lease.ordinal, self.now + LIMITS.lease_seconds)
+            given = Held(worker, lease.ordinal, self.now + LIMITS.lease_seconds)
+            self.held[lease.lease_id] = self.granted[lease.lease_id] = given
             self.ever_issued.add(lease.ordinal)
             self.issued_here.add(lease.ordinal)
 
@@ -263,6 +267,8 @@ class Histories(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(sorted(self.held)))
         done = self.held.pop(lease_id)
         attempt = self.upload(done.ordinal)
+        if announced:
+            del self.granted[lease_id]
         for _ in range(announced * (1 + twice)):
             self.one.complete(lease_id, done.ordinal, attempt, self.now)
 
@@ -279,13 +285,15 @@ class Histories(RuleBasedStateMachine):
         if self.held:
             lease_id = data.draw(st.sampled_from(sorted(self.held)))
             given = self.held.pop(lease_id)
+            del self.granted[lease_id]
             self.one.release(lease_id, given.worker)
             self.issued_here.discard(given.ordinal)
 
     @rule(worker=workers)
     def die(self, worker: str) -> None:
-        for lease_id in [lease_id for lease_id, one in self.held.items() if one.worker == worker]:
-            self.issued_here.discard(self.held.pop(lease_id).ordinal)
+        for lease_id in [lease_id for lease_id, one in self.granted.items() if one.worker == worker]:
+            self.held.pop(lease_id, None)
+            self.issued_here.discard(self.granted.pop(lease_id).ordinal)
         self.one.lost(worker)
 
     @rule(worker=workers)
@@ -331,7 +339,7 @@ class Histories(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.one.expire(self.now)
-        self.issued_here -= {one.ordinal for one in self.held.values() if one.deadline <= self.now}
+        self.issued_here -= {one.ordinal for one in self.granted.values() if one.deadline <= self.now}
 
     @rule()
     def replace_proxy(self) -> None:
