@@ -91,7 +91,11 @@ class Display:
     def _lines(self, status: RunStatus, workers: list[WorkerSummary], fresh: list[StepSummary]) -> None:
         for step in fresh:
             self.say(step_line(step, status))
-        waiting = "" if self._steps else ", ".join(f"{worker.role} {_activity(worker)}" for worker in workers)
+        waiting = (
+            ""
+            if self._steps
+            else ", ".join(f"{worker.role} {_activity(worker, counting=False)}" for worker in workers)
+        )
         if waiting and waiting != self._waiting:
             self.say(f"  {waiting}")
         self._waiting = waiting
@@ -117,7 +121,7 @@ class Display:
             facts.add_row(Text(name, style="dim"), value)
         for worker in workers:
             style = "" if worker.alive else "red"
-            facts.add_row(Text(worker.role, style="dim"), Text(_activity(worker), style=style))
+            facts.add_row(Text(worker.role, style="dim"), Text(_activity(worker, counting=True), style=style))
         return Panel(Group(facts), title=status.name, subtitle=Text(self._logs, style="dim"), width=100)
 
 
@@ -131,10 +135,11 @@ def step_line(step: StepSummary, status: RunStatus) -> str:
     )
 
 
-def _activity(worker: WorkerSummary) -> str:
+def _activity(worker: WorkerSummary, *, counting: bool) -> str:
+    """`counting`: with times that change from second to second."""
     state = worker.state
     if not worker.alive:
-        return f"{worker.id}: silent for {worker.seconds_since_seen:.0f} s"
+        return f"{worker.id}: silent" + (f" for {worker.seconds_since_seen:.0f} s" if counting else "")
     doing = state.phase if isinstance(state, LearnerState) else state.state
     return f"{worker.id}: {doing}" + (f" ({state.note})" if state.note else "")
 
