@@ -51,7 +51,7 @@ class Lease(Message):
     policy_version: int
     """Newest committed version at issue; sample with it or a newer one."""
     seconds: float
-    """Time until the group may be issued again unless renewed (heartbeats renew all of a worker's leases)."""
+    """Time until the group may be issued again unless renewed (a heartbeat renews the leases that it names)."""
 
 
 class LeaseReply(Message):

@@ -51,6 +51,15 @@ def test_pending_skips_do_not_count_as_outstanding() -> None:
     assert ordinals(one.lease("w", 2, 1.0)) == [6, 7]
 
 
+def test_skips_that_a_commit_has_consumed_are_not_subtracted_twice() -> None:
+    one = scheduler()
+    one.lease("w", 6, 0.0)
+    one.pending_skips([0, 1])
+    one.committed(Consumed(cursor=3), 1, 1.0, finished=False)
+    assert one.outstanding == 3
+    assert ordinals(one.lease("w", 9, 1.0)) == [6, 7, 8]
+
+
 def test_an_expired_lease_is_issued_again_first() -> None:
     one = scheduler()
     one.lease("slow", 1, 0.0)
