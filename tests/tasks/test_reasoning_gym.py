@@ -1,10 +1,12 @@
 """reasoning-gym tasks: their own verifiers behind every answer rule."""
 
 import pickle
+import time
 from typing import Any
 
 import pytest
 
+from bucketrl.tasks.base import TaskError
 from bucketrl.tasks.load import load_task
 
 WRAPPED = {
@@ -78,3 +80,41 @@ def test_prompts_are_stable_disjoint_and_picklable() -> None:
     held_out = {task.prompt("heldout", i).messages[-1]["content"] for i in range(60)}
     assert len(held_out) == 60
     assert held_out.isdisjoint(train)
+
+
+@pytest.mark.parametrize(
+    ("partial_credit", "expected"), [(False, 0.0), (True, pytest.approx(0.5))], ids=["off", "on"]
+)
+def test_an_answer_that_only_contains_the_right_one_is_wrong_unless_asked_for(
+    partial_credit: bool, expected: float
+) -> None:
+    task = load_task(settings_of("chain_sum", answer_rule="last_number", partial_credit=partial_credit))
+    prompt = task.prompt("train", 2)
+    assert prompt.reference["answer"] == "6"
+    reward = task.score(prompt, "96", "stop")
+    assert reward.total == expected
+    assert reward.parts["correct"] == 0.0
+
+
+def test_a_dataset_that_differs_between_processes_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"word_ladder.*other questions in every process"):
+        load_task(settings_of("word_ladder"))
+
+
+def test_questions_do_not_depend_on_what_was_asked_before() -> None:
+    """More places than one dataset object has entries, visited in two orders."""
+    settings = settings_of("gsm_symbolic", train_size=5000)
+    forward, backward = load_task(settings), load_task(settings)
+    places = (0, 999, 1000, 4999)
+    there = {i: forward.prompt("train", i).messages for i in places}
+    back = {i: backward.prompt("train", i).messages for i in reversed(places)}
+    assert there == back
+    assert len({str(messages) for messages in there.values()}) == len(places)
+
+
+@pytest.mark.slow
+def test_a_generator_that_makes_all_its_entries_at_once_is_usable() -> None:
+    start = time.monotonic()
+    task = load_task({"kind": "reasoning_gym", "dataset": "acre"})
+    task.prompt("train", task.size("train") - 1)
+    assert time.monotonic() - start < 60
