@@ -1,4 +1,4 @@
-# make demo            the main job on a tiny model, about @DEMO_TIME@ on 2 cores
+# make demo            the main job on a tiny model, about 4 minutes on 2 cores
 # make demo-smollm2    the same on SmolLM2-135M
 # make test            linters, types, import rules, all tests
 # make check           the first three alone
