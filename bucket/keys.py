@@ -12,7 +12,6 @@ CHECKPOINT_PREFIX = "checkpoints/"
 BATCH_PREFIX = "batches/"
 TRAJECTORY_PREFIX = "trajectories/"
 QUARANTINE_PREFIX = "quarantine/"
-WORKER_PREFIX = "workers/"
 EVALUATION_PREFIX = "evaluations/"
 PROBE_PREFIX = "probe/"
 
@@ -113,10 +112,6 @@ def parse_quarantine(key: str) -> tuple[GroupId, str] | None:
     """Group and attempt, or None for a foreign key."""
     match = _QUARANTINE.fullmatch(key)
     return (GroupId.parse(match[1]), match[2]) if match else None
-
-
-def worker(worker_id: str, number: int) -> str:
-    return f"{WORKER_PREFIX}{worker_id}/{number:08d}.json"
 
 
 def evaluation(version: int, name: str) -> str:
