@@ -14,27 +14,19 @@ the next learner does the same step again from the batch; after it, that one goe
 """
 
 import logging
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from bucketrl.bucket import artifacts
 from bucketrl.bucket.errors import StoreError
 from bucketrl.bucket.log import LogWriter
 from bucketrl.bucket.records import Consumed, LogRecord, RunRecord, StepRecord
-from bucketrl.bucket.store import Store
-from bucketrl.learner import checkpoint
 from bucketrl.learner.batches import Batch, Batches, next_step
 from bucketrl.learner.heartbeat import Heartbeats
 from bucketrl.learner.intake import Intake
 from bucketrl.learner.metrics import group_metrics
-from bucketrl.learner.model import PolicyModel
-from bucketrl.learner.optimizer import Optimizer
-from bucketrl.learner.publish import Published, Publisher
+from bucketrl.learner.parts import Published, Publishes, Stopped, Trains
 from bucketrl.learner.select import Candidate, Selection, SkipReason, select
-from bucketrl.learner.trainer import Stopped, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +39,15 @@ MAX_REPORTED_SKIPS = 4096
 class Learner:
     """Everything that the loop works with, each part independent of the others."""
 
-    store: Store
     run: RunRecord
     log: LogWriter
-    policy: PolicyModel
-    optimizer: Optimizer
-    trainer: Trainer
-    publisher: Publisher
+    trainer: Trains
+    publisher: Publishes
     intake: Intake
     batches: Batches
     heartbeats: Heartbeats
     stop: threading.Event
     poll_s: float
-    staging: Path
 
     def learn(self, learner_id: str) -> None:
         """Trains until the run's last step is committed.
@@ -85,9 +73,7 @@ class Learner:
         if newest is None:
             self._commit(0, None, {})
             return
-        with tempfile.TemporaryDirectory(dir=self.staging) as name:
-            folder = artifacts.fetch(self.store, newest.checkpoint.files, Path(name) / "checkpoint")
-            checkpoint.load(folder, self.policy, self.optimizer, run_id=self.run.run_id, step=newest.step)
+        self.publisher.restore(newest)
         logger.info("resuming after step %d (epoch %d)", newest.step, self.log.epoch)
 
     def _commit(self, step: int, batch: Batch | None, metrics: dict[str, float]) -> None:

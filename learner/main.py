@@ -35,8 +35,9 @@ from bucketrl.learner.intake import Intake
 from bucketrl.learner.loop import Learner
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
+from bucketrl.learner.parts import Stopped
 from bucketrl.learner.publish import Publisher
-from bucketrl.learner.trainer import Stopped, Trainer
+from bucketrl.learner.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,10 @@ def run_learner(
             on_refused=lambda group, attempt, _: heartbeats.quarantined(str(group), attempt),
         )
         learner = Learner(
-            store=store,
             run=run,
             log=LogWriter(
                 LogReader(store, run), _appender(store, tier, client, stop), now=_now, new_id=_new_id
             ),
-            policy=policy,
-            optimizer=optimizer,
             trainer=Trainer(policy, optimizer),
             publisher=Publisher(store, run, policy, optimizer, staging),
             intake=intake,
@@ -107,7 +105,6 @@ def run_learner(
             heartbeats=heartbeats,
             stop=stop,
             poll_s=options.poll_s,
-            staging=staging,
         )
         try:
             learner.learn(options.learner_id)

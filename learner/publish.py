@@ -1,4 +1,4 @@
-"""Makes a policy version readable by others: the adapter, the checkpoint, and the canary of the commit.
+"""A policy version on its way out and back: the adapter, the checkpoint, and the canary of the commit.
 
 Nothing here is visible to a reader before the commit names it.
 """
@@ -6,26 +6,17 @@ Nothing here is visible to a reader before the commit names it.
 import json
 import random
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from bucketrl.bucket import artifacts, keys
-from bucketrl.bucket.records import Canary, CheckpointRef, PolicyRef, RunRecord
+from bucketrl.bucket.records import Canary, CheckpointRef, PolicyRef, RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.learner import checkpoint
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
+from bucketrl.learner.parts import Published
 
 PROBE_TOKENS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a commit says about the state after its step."""
-
-    policy: PolicyRef
-    checkpoint: CheckpointRef
-    canary: Canary
 
 
 class Publisher:
@@ -61,6 +52,12 @@ class Publisher:
             checkpoint=CheckpointRef(step=step, files=state),
             canary=canary,
         )
+
+    def restore(self, commit: StepRecord) -> None:
+        """Brings policy and optimizer to the state after `commit`. Raises StoreError, IntegrityError."""
+        with tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as name:
+            folder = artifacts.fetch(self._store, commit.checkpoint.files, Path(name) / "checkpoint")
+            checkpoint.load(folder, self._policy, self._optimizer, run_id=self._run.run_id, step=commit.step)
 
 
 def save_adapter(folder: Path, policy: PolicyModel) -> None:

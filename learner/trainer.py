@@ -5,16 +5,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bucketrl.bucket.errors import BucketrlError
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner import losses, packing
 from bucketrl.learner.metrics import TokenStatistics, token_metrics
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer, learning_rate
-
-
-class Stopped(BucketrlError):
-    """The learner was asked to stop; the step under way is abandoned and nothing of it is visible."""
+from bucketrl.learner.parts import Stopped
 
 
 class Trainer:

@@ -13,8 +13,9 @@ from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer, learning_rate
 from bucketrl.learner.packing import sequences
+from bucketrl.learner.parts import Stopped
 from bucketrl.learner.publish import save_adapter
-from bucketrl.learner.trainer import Stopped, Trainer
+from bucketrl.learner.trainer import Trainer
 
 CPU = torch.device("cpu")
 
