@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TypeVar
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, NotFound
+from bucketrl.bucket.pause import pause
 from bucketrl.bucket.records import FileRef, sha256_hex
 from bucketrl.bucket.store import Store
 
@@ -52,7 +52,7 @@ def publish(store: Store, prefix: str, folder: Path) -> tuple[FileRef, ...]:
 
 
 def fetch(
-    store: Store, files: Sequence[FileRef], target: Path, *, sleep: Callable[[float], None] = time.sleep
+    store: Store, files: Sequence[FileRef], target: Path, *, sleep: Callable[[float], None] = pause
 ) -> Path:
     """Makes `target` a local folder with exactly the named files, verified; returns it.
 
@@ -86,7 +86,7 @@ def fetch(
     return target
 
 
-def read_verified(store: Store, ref: FileRef, *, sleep: Callable[[float], None] = time.sleep) -> bytes:
+def read_verified(store: Store, ref: FileRef, *, sleep: Callable[[float], None] = pause) -> bytes:
     """The object's bytes. Raises IntegrityError as `fetch` does."""
 
     def read() -> bytes:

@@ -1,10 +1,10 @@
 """Create-if-absent whose winner knows that it won, even if the store's reply was lost."""
 
 import random
-import time
 from collections.abc import Callable
 
 from bucketrl.bucket.errors import AlreadyExists, NotFound
+from bucketrl.bucket.pause import pause
 from bucketrl.bucket.retry import Transient, retrying
 from bucketrl.bucket.store import Store
 
@@ -18,7 +18,7 @@ def create(
     key: str,
     data: bytes,
     *,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] = pause,
     uniform: Callable[[float, float], float] = random.uniform,
 ) -> bytes | None:
     """None if the object now is `data` through this call, else the bytes of the object that was there.

@@ -3,11 +3,11 @@
 import logging
 import math
 import random
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from bucketrl.bucket.errors import StoreError
+from bucketrl.bucket.pause import pause
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def retrying(
     attempts: int = 6,
     base_s: float = 0.1,
     cap_s: float = 10.0,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] = pause,
     uniform: Callable[[float, float], float] = random.uniform,
 ) -> T:
     """`call()`, repeated while it raises Transient; the last Transient passes through.

@@ -7,7 +7,6 @@ take ─► Work ─► sampled, uploaded ─► done
 import asyncio
 import logging
 import random
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -132,7 +131,7 @@ class WorkSource:
         )
         return self._hold(
             Work(
-                lease_id=secrets.token_hex(8),
+                lease_id=f"{self._rng.getrandbits(64):016x}",
                 group_id=keys.GroupId.from_ordinal(ordinal, size),
                 policy_version=head.version,
                 seconds=self._run.config.rollout.lease_seconds,

@@ -15,8 +15,8 @@ import itertools
 import logging
 import random
 import secrets
-import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,13 +66,18 @@ class RolloutWorker:
         client: ProxyClient,
         options: WorkerOptions,
         folder: Path,
+        *,
+        rng: random.Random | None = None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`engine` and `rewards` have not been started; `folder` is private to this worker."""
+        """`engine` and `rewards` have not been started; `folder` is private to this worker. `rng` is seeded
+        by chance if it is not given: workers that start at one moment must not stay in step."""
         worker_id = options.worker_id
         self._options = options
         self._ahead = 1 + options.max_groups_in_flight // 4
         # A worker that starts again under its old id must not write under an old key.
-        self._incarnation = secrets.token_hex(3)
+        rng = rng or random.Random(secrets.randbits(128))
+        self._incarnation = f"{rng.getrandbits(24):06x}"
         self._attempts = itertools.count()
         self._ready: asyncio.Queue[Work] = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -88,20 +93,24 @@ class RolloutWorker:
         def finished() -> None:
             self.stop("finished")
 
-        # Seeded differently in each worker: those that start at one moment must not stay in step.
-        rng = random.Random(secrets.randbits(64))
-        link = ProxyLink(client)
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
+        link = ProxyLink(client, clock=loop.time)
         self.counters = Counters()
         self._engine = engine
         self._rewards = rewards
         self._policy = PolicyWatcher(link, LogReader(store, run), run, rng=rng, on_finished=finished)
         self._adapters = Adapters(engine, store, run, folder, rng=rng)
-        self._source = WorkSource(link, store, run, self._policy, worker_id, rng=rng, on_finished=finished)
+        self._source = WorkSource(
+            link, store, run, self._policy, worker_id, rng=rng, on_finished=finished, clock=loop.time
+        )
         prompts = Prompts(task, tokenizer, run.config)
-        self._sampler = GroupSampler(engine, self._adapters, prompts, rewards, run, worker_id, self.counters)
+        self._sampler = GroupSampler(
+            engine, self._adapters, prompts, rewards, run, worker_id, self.counters, now=now, clock=loop.time
+        )
         self._uploads = Uploads(store, link, worker_id, rng=rng, on_uploaded=self._uploaded)
         self._heartbeats = Heartbeats(
-            link, self._snapshot, on_finished=finished, on_drain=lambda: self.stop("drained")
+            link, self._snapshot, on_finished=finished, on_drain=lambda: self.stop("drained"), clock=loop.time
         )
 
     def stop(self, reason: EndReason) -> None:
@@ -252,7 +261,7 @@ class RolloutWorker:
         Within the grace period; after the last step nothing is worth uploading.
         """
         self._state = "draining"
-        deadline = time.monotonic() + self._options.grace_s
+        deadline = self._clock() + self._options.grace_s
         reserve = self._options.grace_s * RELEASE_SHARE
         await _cancel(self._producers)
         closing = asyncio.create_task(self._engine.close())
@@ -265,7 +274,7 @@ class RolloutWorker:
             late = asyncio.gather(*map(self._source.give_back, self._complete), return_exceptions=True)
             await _in_time(asyncio.gather(giving, late), reserve)
         await self._rewards.close()
-        await _in_time(closing, max(deadline - time.monotonic(), reserve))
+        await _in_time(closing, max(deadline - self._clock(), reserve))
         await _cancel(self._others)
 
     async def _drain(self) -> None:
