@@ -11,18 +11,24 @@ POLICY_PREFIX = "policy/"
 CHECKPOINT_PREFIX = "checkpoints/"
 BATCH_PREFIX = "batches/"
 TRAJECTORY_PREFIX = "trajectories/"
+PARTIAL_PREFIX = "partial/"
 QUARANTINE_PREFIX = "quarantine/"
 EVALUATION_PREFIX = "evaluations/"
+SNAPSHOT_PREFIX = "snapshots/"
+BOUNDARY_PREFIX = "gc/"
 PROBE_PREFIX = "probe/"
 
 _GROUP_ID = re.compile(r"^(\d{4})-(\d{8})$", re.ASCII)
 _ATTEMPT = re.compile(r"^[a-z0-9][a-z0-9-]{0,80}$", re.ASCII)
 _TRAJECTORY = re.compile(r"^trajectories/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$", re.ASCII)
+_PARTIAL = re.compile(r"^partial/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$", re.ASCII)
 _LOG = re.compile(r"^log/(\d{8})\.json$", re.ASCII)
 _ARTIFACT = re.compile(
     r"^((?:policy|checkpoints)/\d{8}-e\d{4,}/)((?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*)$",
     re.ASCII,
 )
+_SNAPSHOT = re.compile(r"^snapshots/(\d{8})\.json$", re.ASCII)
+_BOUNDARY = re.compile(r"^gc/(\d{8})\.json$", re.ASCII)
 _BATCH = re.compile(r"^batches/(\d{8})\.json$", re.ASCII)
 _QUARANTINE = re.compile(r"^quarantine/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.json$", re.ASCII)
 
@@ -82,6 +88,11 @@ def parse_artifact(key: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+def folder_number(folder: str) -> int:
+    """Version of an adapter's folder, step of a checkpoint's, as `parse_artifact` returns them."""
+    return int(folder.partition("/")[2].partition("-")[0])
+
+
 def batch(step: int) -> str:
     return f"{BATCH_PREFIX}{step:08d}.json"
 
@@ -93,15 +104,30 @@ def parse_batch(key: str) -> int | None:
 
 
 def trajectory(group_id: GroupId, attempt: str) -> str:
-    if not _ATTEMPT.fullmatch(attempt):
-        raise IntegrityError(f"not an attempt id: {attempt[:96]!r} (want lower case letters, digits, dashes)")
-    return f"{TRAJECTORY_PREFIX}{group_id}/{attempt}.parquet"
+    return f"{TRAJECTORY_PREFIX}{group_id}/{_attempt(attempt)}.parquet"
 
 
 def parse_trajectory(key: str) -> tuple[GroupId, str] | None:
     """Group and attempt, or None for a foreign key."""
     match = _TRAJECTORY.fullmatch(key)
     return (GroupId.parse(match[1]), match[2]) if match else None
+
+
+def partial(group_id: GroupId, attempt: str) -> str:
+    return f"{PARTIAL_PREFIX}{group_id}/{_attempt(attempt)}.parquet"
+
+
+def parse_partial(key: str) -> tuple[GroupId, str] | None:
+    """Group and attempt, or None for a foreign key."""
+    match = _PARTIAL.fullmatch(key)
+    return (GroupId.parse(match[1]), match[2]) if match else None
+
+
+def _attempt(attempt: str) -> str:
+    """Raises IntegrityError if `attempt` is not an attempt id."""
+    if not _ATTEMPT.fullmatch(attempt):
+        raise IntegrityError(f"not an attempt id: {attempt[:96]!r} (want lower case letters, digits, dashes)")
+    return attempt
 
 
 def quarantine(group_id: GroupId, attempt: str) -> str:
@@ -116,3 +142,23 @@ def parse_quarantine(key: str) -> tuple[GroupId, str] | None:
 
 def evaluation(version: int, name: str) -> str:
     return f"{EVALUATION_PREFIX}{version:08d}/{name}.json"
+
+
+def snapshot(seq: int) -> str:
+    return f"{SNAPSHOT_PREFIX}{seq:08d}.json"
+
+
+def parse_snapshot(key: str) -> int | None:
+    """Sequence number of the record that it points to, or None for a foreign key."""
+    match = _SNAPSHOT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def boundary(step: int) -> str:
+    return f"{BOUNDARY_PREFIX}{step:08d}.json"
+
+
+def parse_boundary(key: str) -> int | None:
+    """The step, or None for a foreign key."""
+    match = _BOUNDARY.fullmatch(key)
+    return int(match[1]) if match else None

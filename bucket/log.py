@@ -6,10 +6,9 @@ rules. `LogReader` follows the log in a store. `LogWriter` is the learner's hand
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from bucketrl.bucket import keys
+from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.errors import Fenced, IntegrityError, NotFound, StoreError
 from bucketrl.bucket.records import (
     Consumed,
@@ -24,9 +23,6 @@ from bucketrl.bucket.store import Store
 
 START_ATTEMPTS = 100
 """Races for the next record that `LogWriter.start` may lose; each loss is another learner's progress."""
-CATCH_UP_THREADS = 16
-CATCH_UP_WINDOW = 256
-"""Records fetched at once by a reader that begins: bounds its memory."""
 
 
 class LogViolation(IntegrityError):
@@ -56,6 +52,14 @@ class LogState:
     @classmethod
     def empty(cls, run: RunRecord) -> "LogState":
         return cls(run.run_id, run.prompts_per_epoch)
+
+    @classmethod
+    def at_commit(cls, run: RunRecord, data: bytes) -> "LogState":
+        """After the `step` record `data`, which somebody has verified with everything before it: a commit
+        holds the whole state."""
+        step, digest = decode_log(data), sha256_hex(data)
+        assert isinstance(step, StepRecord)
+        return cls(run.run_id, run.prompts_per_epoch, step.seq, digest, step.epoch, step, step.seq, digest)
 
     @property
     def next_seq(self) -> int:
@@ -133,15 +137,23 @@ class LogState:
 
 
 class LogReader:
-    """Follows the log of one run. Not thread-safe: one owner calls it, others may look at `state`."""
+    """Follows the log of one run. Not thread-safe: one owner calls it, others may look at `state`.
 
-    def __init__(self, store: Store, run: RunRecord) -> None:
+    It begins with record 0; `from_snapshot`: with the commit that the newest snapshot points to, for
+    readers who need the state and not the history.
+    """
+
+    def __init__(self, store: Store, run: RunRecord, *, from_snapshot: bool = False) -> None:
         self._store = store
+        self._run = run
+        self._from_snapshot = from_snapshot
         self.state = LogState.empty(run)
         """After the newest record read so far. Replaced, never changed in place."""
 
     def refresh(self) -> list[StartRecord | StepRecord]:
         """The records since the last call, oldest first. One GET (a miss) when there is none.
+
+        The first call from a snapshot returns its commit and what follows.
 
         Raises IntegrityError (the log is broken at the record it names) or StoreError, but only when no
         record was read before the failure: what was read is always returned, and the next call fails.
@@ -149,6 +161,7 @@ class LogReader:
         fresh: list[StartRecord | StepRecord] = []
         try:
             if self.state.next_seq == 0:
+                fresh.extend(self._begin())
                 fresh.extend(self.accept(data) for data in self._catch_up())
             while True:
                 fresh.append(self.accept(self._store.get(keys.log(self.state.next_seq))))
@@ -167,16 +180,23 @@ class LogReader:
         self.state = self.state.apply(data)
         return decode_log(data)
 
+    def _begin(self) -> list[StartRecord | StepRecord]:
+        """The commit of the newest snapshot, if this reader uses it and there is one."""
+        data = snapshots.find(self._store, self._run.run_id) if self._from_snapshot else None
+        if data is None:
+            return []
+        self.state = LogState.at_commit(self._run, data)
+        return [decode_log(data)]
+
     def _catch_up(self) -> Iterator[bytes]:
-        """Records from 0 on, fetched in parallel: a late joiner would wait for one round trip each."""
-        listed = {keys.parse_log(info.key) for info in self._store.list(keys.LOG_PREFIX)}
-        count = 0
-        while count in listed:
-            count += 1
-        with ThreadPoolExecutor(CATCH_UP_THREADS) as pool:
-            for start in range(0, count, CATCH_UP_WINDOW):
-                names = [keys.log(seq) for seq in range(start, min(count, start + CATCH_UP_WINDOW))]
-                yield from pool.map(self._store.get, names)
+        """What follows, fetched in parallel: a late joiner would wait for one round trip each."""
+        first = self.state.next_seq
+        after = keys.log(first - 1) if first else ""
+        listed = {keys.parse_log(info.key) for info in self._store.list(keys.LOG_PREFIX, after)}
+        end = first
+        while end in listed:
+            end += 1
+        return snapshots.fetch(self._store, range(first, end))
 
 
 class LogWriter:

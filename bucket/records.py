@@ -198,6 +198,30 @@ class QuarantineRecord(Record):
     written_at: str
 
 
+class SnapshotRecord(Record):
+    """`snapshots/<seq>.json`: a commit to begin reading the log from. Its writer has verified the log up to
+    there, so these bytes follow from the log alone: any two writers write the same."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    protocol: int = PROTOCOL_VERSION
+    run_id: str
+    seq: Annotated[int, Field(ge=0)]
+    """Of a `step` record."""
+    record_sha256: str
+    """Of that record's bytes; each record names its parent's digest, so it binds everything before."""
+
+
+class BoundaryRecord(Record):
+    """`gc/<step>.json`: what the commits from step 1 to this one name may have been collected."""
+
+    kind: Literal["boundary"] = "boundary"
+    protocol: int = PROTOCOL_VERSION
+    run_id: str
+    step: Annotated[int, Field(ge=1)]
+    collector_id: str
+    written_at: str
+
+
 class EvaluationRecord(Record):
     """Held-out accuracy of one policy version."""
 

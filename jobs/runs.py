@@ -114,8 +114,11 @@ def read_log(store: Store, run: RunRecord) -> list[StartRecord | StepRecord]:
 
 def is_finished(store: Store, run: RunRecord) -> bool:
     """Whether the last step is committed."""
-    commits = [record for record in read_log(store, run) if isinstance(record, StepRecord)]
-    return bool(commits) and commits[-1].step >= run.config.algorithm.steps
+    reader = LogReader(store, run, from_snapshot=True)
+    while reader.refresh():
+        pass  # only the state counts
+    step = reader.state.step
+    return step is not None and step.step >= run.config.algorithm.steps
 
 
 def _same(store: Store, existing: RunRecord, config: RunConfig) -> RunRecord:

@@ -96,7 +96,10 @@ def run_learner(
         learner = Learner(
             run=run,
             log=LogWriter(
-                LogReader(store, run), _appender(store, tier, client, stop), now=_now, new_id=_new_id
+                LogReader(store, run, from_snapshot=True),
+                appender(store, tier, client, stop),
+                now=_now,
+                new_id=_new_id,
             ),
             trainer=Trainer(policy, optimizer),
             publisher=Publisher(store, run, policy, optimizer, staging),
@@ -137,7 +140,7 @@ def _working_tier(store: Store, client: ProxyClient | None) -> Tier:
     return report.tier
 
 
-def _appender(
+def appender(
     store: Store, tier: Tier, client: ProxyClient | None, stop: threading.Event
 ) -> Callable[[str, bytes], bytes | None]:
     """Creates a log record: in the store if it can, else through the proxy, which is waited for."""

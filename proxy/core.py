@@ -4,6 +4,7 @@ Everything here runs in one thread (the event loop's) except `read` and `list_at
 what they return is applied by `apply_records` and `apply_attempts`.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from bucketrl.api.messages import (
     RolloutState,
     StepSummary,
 )
-from bucketrl.bucket import keys
-from bucketrl.bucket.errors import IntegrityError
+from bucketrl.bucket import keys, snapshots
+from bucketrl.bucket.errors import IntegrityError, StoreError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.log import LogReader, LogState
 from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord
@@ -30,8 +31,12 @@ from bucketrl.bucket.store import Store
 from bucketrl.proxy.roster import Roster
 from bucketrl.proxy.scheduler import IDLE_WAIT_S, Limits, Scheduler
 
+logger = logging.getLogger(__name__)
+
 STEPS_KEPT = 10_000
 """Step summaries in memory; older ones are in the log."""
+HISTORY = 256
+"""Log records before the snapshot that are read at start, for what people see of earlier steps."""
 IDLE_REQUESTS_PER_S = 200.0
 """What all idle workers together may ask: the more there are, the longer each one waits."""
 
@@ -61,7 +66,7 @@ class ProxyCore:
     ) -> None:
         self.run = run
         self.store = store
-        self.reader = LogReader(store, run)
+        self.reader = LogReader(store, run, from_snapshot=True)
         self.started_at = wall().isoformat(timespec="seconds")
         self.clock = clock
         self.scheduler = Scheduler(
@@ -84,7 +89,17 @@ class ProxyCore:
 
     def read(self) -> list[StartRecord | StepRecord]:
         """New log records (I/O). Raises StoreError, IntegrityError."""
-        return self.reader.refresh()
+        begins = self.reader.state.next_seq == 0
+        records = self.reader.refresh()
+        return [*self._history(records[0]), *records] if begins and records else records
+
+    def _history(self, first: StartRecord | StepRecord) -> list[StartRecord | StepRecord]:
+        """Only people look at it, so a proxy that cannot read it works without."""
+        try:
+            return snapshots.history(self.store, first, HISTORY)
+        except (StoreError, IntegrityError) as error:
+            logger.warning("steps before %s are not shown: %s", keys.log(first.seq), error)
+            return []
 
     def list_attempts(self) -> Attempts:
         """Of every group above the consumed cursor (I/O). Raises StoreError."""

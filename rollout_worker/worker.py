@@ -99,7 +99,9 @@ class RolloutWorker:
         self.counters = Counters()
         self._engine = engine
         self._rewards = rewards
-        self._policy = PolicyWatcher(link, LogReader(store, run), run, rng=rng, on_finished=finished)
+        self._policy = PolicyWatcher(
+            link, LogReader(store, run, from_snapshot=True), run, rng=rng, on_finished=finished
+        )
         self._adapters = Adapters(engine, store, run, folder, rng=rng)
         self._source = WorkSource(
             link, store, run, self._policy, worker_id, rng=rng, on_finished=finished, clock=loop.time

@@ -1,7 +1,5 @@
 """The log: it never forks, whoever writes, whenever they die, whichever replies are lost."""
 
-from typing import Any
-
 import pytest
 from tests.bucket.builders import (
     append,
@@ -10,6 +8,7 @@ from tests.bucket.builders import (
     step_record,
     writer_on,
 )
+from tests.bucket.counting import CountingStore
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import Fenced, IntegrityError, StoreError
@@ -223,18 +222,3 @@ def test_endless_defeat_in_start_ends(memory: Store) -> None:
 
     with pytest.raises(StoreError, match="lost 100 races"):
         writer_on(memory, create=create).start("learner-a")
-
-
-class CountingStore:
-    """Delegates; remembers reads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.calls: list[tuple[str, str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(key: str, *rest: Any) -> Any:
-            self.calls.append((name, key))
-            return getattr(self._store, name)(key, *rest)
-
-        return call
