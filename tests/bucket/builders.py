@@ -9,9 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bucketrl.bucket import artifacts, conditional, keys
+from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.log import LogReader, LogState, LogWriter
+from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.records import (
     BatchRecord,
     Canary,
@@ -95,6 +97,42 @@ def group(ordinal: int = 0, attempt: str = "w1-0001", **changes: Any) -> Traject
         ),
     }
     return TrajectoryGroup(**(values | changes))
+
+
+def partial_group(ordinal: int = 0, attempt: str = "w1-0001", **changes: Any) -> PartialGroup:
+    """Sample 0 has ended, sample 1 was cut after two tokens."""
+    version = changes.pop("version", 0)
+    shared: dict[str, Any] = {"prompt_token_ids": (11, 12, 13), "started_at": NOW, "seconds": 0.5}
+    ended = Completion(
+        sample=0,
+        completion_token_ids=(21, 22, 2),
+        behaviour_logprobs=(-0.5, -1.25, -0.125),
+        policy_versions=(version,) * 3,
+        loss_mask=(True,) * 3,
+        finish_reason="stop",
+        seed=1000,
+        **shared,
+    )
+    cut = Completion(
+        sample=1,
+        completion_token_ids=(21, 23),
+        behaviour_logprobs=(-0.5, -1.25),
+        policy_versions=(version,) * 2,
+        loss_mask=(True,) * 2,
+        finish_reason="",
+        seed=1001,
+        **shared,
+    )
+    values: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "group_id": group_text(ordinal),
+        "attempt": attempt,
+        "worker_id": "w1",
+        "engine": "transformers 5.19.0",
+        "prompt_text": "21 * 2 = ",
+        "completions": (ended, cut),
+    }
+    return PartialGroup(**(values | changes))
 
 
 def file_ref(key: str, data: bytes) -> FileRef:

@@ -13,7 +13,8 @@ attempts = st.from_regex(r"[a-z0-9][a-z0-9-]{0,80}", fullmatch=True)
 
 
 @given(group_ids, attempts)
-def test_trajectory_and_quarantine_keys_parse_back(group_id: GroupId, attempt: str) -> None:
+def test_keys_of_attempts_parse_back(group_id: GroupId, attempt: str) -> None:
+    assert keys.parse_partial(keys.partial(group_id, attempt)) == (group_id, attempt)
     assert keys.parse_trajectory(keys.trajectory(group_id, attempt)) == (group_id, attempt)
     assert keys.parse_quarantine(keys.quarantine(group_id, attempt)) == (group_id, attempt)
 

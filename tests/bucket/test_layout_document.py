@@ -12,11 +12,12 @@ from tests.bucket.builders import worked_example
 
 from bucketrl.bucket import keys, records, trajectories
 from bucketrl.bucket.audit import audit
+from bucketrl.bucket.completions import MAX_POSITIVE_LOGPROB
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import PROTOCOL_VERSION, Record, decode, decode_log, sha256_hex
 from bucketrl.bucket.seal import SEAL_KEY
 from bucketrl.bucket.store import Store
-from bucketrl.bucket.trajectories import MAX_BYTES, MAX_POSITIVE_LOGPROB, SCHEMA
+from bucketrl.bucket.trajectories import MAX_BYTES, SCHEMA
 from bucketrl.jobs import model_identity
 
 DOCUMENT = (Path(__file__).parents[2] / "bucket_layout.md").read_text()
@@ -154,7 +155,7 @@ def test_the_column_table_is_the_schema() -> None:
         name: "list of " + leaves[0][0]
         if leaves[0][1]
         else leaves[0][0] + (" (UTF-8)" if leaves[0][0] == "BYTE_ARRAY" else "")
-        for name, leaves in trajectories._LEAVES.items()
+        for name, leaves in trajectories.TABLE.leaves.items()
     }
     physical["reward_parts"] = "map of BYTE_ARRAY (UTF-8) to DOUBLE"
     assert table_after("columns") == physical
