@@ -63,3 +63,7 @@ class Store(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes what exists of `keys`."""
+
+    def sweep(self, older_than_s: float) -> int:
+        """Drops what writers that died have left unfinished for so many seconds, by the store's own clock;
+        no object ever shows it. Returns how many; failures are logged, not raised."""
