@@ -13,7 +13,7 @@ the oldest `max_outstanding_groups` stay in memory; others are read again if the
 import logging
 from collections.abc import Callable
 
-from bucketrl.bucket import artifacts, keys, trajectories
+from bucketrl.bucket import artifacts, keys, sealed_table, trajectories
 from bucketrl.bucket.errors import IntegrityError, NotFound
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import (
@@ -126,8 +126,8 @@ class Intake:
         if ordinal in self.candidates and readings == 0:
             return  # a further attempt; one that was found invalid is followed up nevertheless
         try:
-            if info.size > trajectories.MAX_BYTES:
-                raise IntegrityError(f"{info.size} bytes, more than {trajectories.MAX_BYTES}")
+            if info.size > sealed_table.MAX_BYTES:
+                raise IntegrityError(f"{info.size} bytes, more than {sealed_table.MAX_BYTES}")
             data = self._store.get(info.key)
             group = self._decode(group_id, attempt, data, max_version)
         except (IntegrityError, NotFound) as error:

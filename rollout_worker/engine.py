@@ -16,15 +16,24 @@ class SamplingRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    """Of new tokens."""
     temperature: float
     seed: int
     policy_version: int
     """Must have been added with `add_adapter`; else the engine raises KeyError, never serves the base."""
+    prior: tuple[int, ...] = ()
+    """Tokens of the completion that were drawn before, by whichever version: what is drawn follows them."""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the first new token follows."""
+        return self.prompt_token_ids + self.prior
 
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """What was drawn, T tokens including the end-of-turn token if one was sampled."""
+    """What this request drew, T tokens including the end-of-turn token if one was sampled. T is 0 only if the
+    request was aborted before its first token."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -59,14 +68,18 @@ class Engine(Protocol):
         """The caller has drained the version's requests."""
 
     async def generate(self, request: SamplingRequest) -> SampledCompletion:
-        """Draws one completion. Cancelling the task aborts the request.
+        """Draws one completion. Cancelling the task aborts the request and loses what it drew.
 
         Raises KeyError for a version that is not loaded and DroppedCompletion if what was drawn is unusable
-        (nothing sampled, aborted, a logprob that is missing or not finite).
+        (nothing sampled, a logprob that is missing or not finite) or the engine is closed.
         """
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request early: its `generate` returns, with finish reason `abort`, all that was drawn. It
+        does so within one decode step. A request that is not running is no error."""
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
         """[len - 1] logprobs of token i+1 given 0..i at temperature 1; `None` is the base model alone."""
 
     async def close(self) -> None:
-        """Frees everything; running requests are aborted."""
+        """Frees everything; what running requests drew is lost, and their callers get DroppedCompletion."""

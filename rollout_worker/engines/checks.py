@@ -2,11 +2,12 @@
 
 import math
 
-from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion
+from bucketrl.rollout_worker.engine import DroppedCompletion, FinishReason, SampledCompletion
 
 _ROUNDING = 1e-4
 """A log-softmax may exceed 0 by rounding; more than this is no log-probability."""
 
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 CLOSED = "engine closed"
 """Why a completion is dropped that runs when its engine is closed."""
 
@@ -22,9 +23,10 @@ def checked_completion(
     Raises DroppedCompletion if there is nothing to train on or a logprob is missing, not finite or positive
     (engines return such for tokens with probability near 1 and after numerical trouble).
     """
-    if finish_reason not in ("stop", "length"):
+    reason = _REASONS.get(finish_reason)
+    if reason is None:
         raise DroppedCompletion(f"finish reason {finish_reason}")
-    if not token_ids:
+    if not token_ids and reason != "abort":
         raise DroppedCompletion("empty completion")
     if len(logprobs) != len(token_ids):
         raise DroppedCompletion("logprob missing")
@@ -41,5 +43,5 @@ def checked_completion(
         token_ids=token_ids,
         logprobs=tuple(kept),
         policy_versions=(version,) * len(token_ids),
-        finish_reason="stop" if finish_reason == "stop" else "length",
+        finish_reason=reason,
     )

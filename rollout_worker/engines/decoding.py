@@ -10,7 +10,7 @@ from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion,
 from bucketrl.rollout_worker.engines.checks import checked_completion
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request and the future that its caller awaits."""
 
@@ -19,6 +19,8 @@ class PendingRequest:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     generator: torch.Generator = field(default_factory=torch.Generator)
+    aborted: bool = False
+    """Set by the event loop; the engine thread ends the request before its next token."""
 
     def __post_init__(self) -> None:
         self.generator.manual_seed(self.request.seed)
@@ -42,7 +44,7 @@ class PendingRequest:
 
 
 class DecodingBatch:
-    """Requests of one policy version that advance together, left-padded to the longest prompt."""
+    """Requests of one policy version that advance together, left-padded to the longest context."""
 
     def __init__(
         self, requests: list[PendingRequest], stop_token_ids: tuple[int, ...], device: torch.device
@@ -50,13 +52,13 @@ class DecodingBatch:
         self.version = requests[0].request.policy_version
         self.rows = requests
         self._stop = frozenset(stop_token_ids)
-        prompts = [pending.request.prompt_token_ids for pending in requests]
-        longest = max(len(prompt) for prompt in prompts)
-        padded = [(0,) * (longest - len(prompt)) + prompt for prompt in prompts]
+        contexts = [pending.request.context for pending in requests]
+        longest = max(len(context) for context in contexts)
+        padded = [(0,) * (longest - len(context)) + context for context in contexts]
         self._input = torch.tensor(padded, device=device)
-        """[B, n] tokens that the cache does not hold yet: the prompts, later one token per row."""
+        """[B, n] tokens that the cache does not hold yet: the contexts, later one token per row."""
         self._mask = torch.tensor(
-            [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+            [[0] * (longest - len(context)) + [1] * len(context) for context in contexts], device=device
         )
         """[B, cached + n]; 0 marks padding."""
         self._cache: Any = None
@@ -64,7 +66,7 @@ class DecodingBatch:
     @torch.inference_mode()
     def step(self, model: Any) -> None:
         """Samples one token for every row and answers the rows that end with it."""
-        self._keep([row for row, pending in enumerate(self.rows) if not pending.future.cancelled()])
+        self._keep([row for row, pending in enumerate(self.rows) if not self._left(pending)])
         if not self.rows:
             return
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input.shape[1] :]
@@ -82,6 +84,12 @@ class DecodingBatch:
         self._input = torch.tensor(tokens, device=self._mask.device).unsqueeze(1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         self._keep([row for row, pending in enumerate(self.rows) if not self._ended(pending)])
+
+    def _left(self, pending: PendingRequest) -> bool:
+        """Whether nobody wants more of it."""
+        if pending.aborted:
+            pending.finish("abort")
+        return pending.aborted or pending.future.cancelled()
 
     def _sample(self, pending: PendingRequest, logits: torch.Tensor) -> int:
         """Draws from softmax(logits / temperature); temperature 0 takes the most likely token."""

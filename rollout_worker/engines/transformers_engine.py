@@ -59,6 +59,8 @@ class TransformersEngine:
         self._settings = settings
         self.name = f"transformers {importlib.metadata.version('transformers')}"
         self._versions: set[int] = set()
+        self._requests: dict[str, PendingRequest] = {}
+        """Not answered yet, by id."""
         # Guarded by _wake: what the callers hand to the engine thread.
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
@@ -103,7 +105,23 @@ class TransformersEngine:
                 raise DroppedCompletion(CLOSED)
             self._waiting.append(pending)
             self._wake.notify()
-        return await asyncio.wrap_future(pending.future)
+        self._requests[request.request_id] = pending
+        try:
+            return await asyncio.wrap_future(pending.future)
+        finally:
+            del self._requests[request.request_id]
+
+    async def abort(self, request_id: str) -> None:
+        pending = self._requests.get(request_id)
+        if pending is None:
+            return
+        pending.aborted = True
+        with self._wake:
+            waiting = pending in self._waiting
+            if waiting:
+                self._waiting.remove(pending)
+        if waiting:
+            pending.finish("abort")
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
         if version is not None and version not in self._versions:

@@ -31,6 +31,8 @@ _SPARE_CPU_ADAPTERS = 2
 """Host slots beyond the GPU's: the version being added, and one whose last requests still run."""
 _CPU_BLOCK_TOKENS = 128
 """Tokens per KV block of vLLM's CPU attention."""
+_ABORT_RETRY_S = 0.02
+"""vLLM knows a request only some moments after it was handed over; until then an abort does nothing."""
 _CPU_KV_MIN, _CPU_KV_MAX = 64 << 20, 1 << 30
 """Bounds of the KV cache that is chosen on CPU when nobody names its size, in bytes."""
 
@@ -64,7 +66,8 @@ class VllmEngine:
         self._on_cpu = False
         self._null_adapter: Any = None
         self._null_folder: tempfile.TemporaryDirectory[str] | None = None
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        """By request id."""
         self._closing = False
         # vLLM caches adapters by id and prefixes by name: neither is ever used twice, not even when a
         # version is added again after it failed its canary.
@@ -156,7 +159,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
         )
-        output = await self._run(request.prompt_token_ids, params, request.request_id, adapter)
+        output = await self._run(request.context, params, request.request_id, adapter)
         drawn = output.outputs[0]
         token_ids = tuple(drawn.token_ids)
         return checked_completion(
@@ -165,6 +168,14 @@ class VllmEngine:
             request.policy_version,
             drawn.finish_reason,
         )
+
+    async def abort(self, request_id: str) -> None:
+        # An aborted request's last output holds all of its tokens and logprobs, also with FINAL_ONLY: nothing
+        # has to be streamed for it while the request runs.
+        task = self._running.get(request_id)
+        while task is not None and not task.done():
+            await self._llm.abort(request_id)
+            await asyncio.wait((task,), timeout=_ABORT_RETRY_S)
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
         from vllm import SamplingParams
@@ -208,15 +219,15 @@ class VllmEngine:
         if self._closing:
             raise DroppedCompletion(CLOSED)
         task = asyncio.create_task(self._collect(token_ids, params, request_id, adapter))
-        self._running.add(task)
+        self._running[request_id] = task
         try:
             return await task
         except asyncio.CancelledError:
-            if task in self._running:
+            if request_id in self._running:
                 raise
             raise DroppedCompletion(CLOSED) from None
         finally:
-            self._running.discard(task)
+            self._running.pop(request_id, None)
 
     async def _collect(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
         outputs = self._llm.generate(
@@ -228,7 +239,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._closing = True
-        running, self._running = self._running, set()
+        running, self._running = list(self._running.values()), {}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

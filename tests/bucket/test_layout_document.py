@@ -16,8 +16,9 @@ from bucketrl.bucket.completions import MAX_POSITIVE_LOGPROB
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import PROTOCOL_VERSION, Record, decode, decode_log, sha256_hex
 from bucketrl.bucket.seal import SEAL_KEY
+from bucketrl.bucket.sealed_table import MAX_BYTES
 from bucketrl.bucket.store import Store
-from bucketrl.bucket.trajectories import MAX_BYTES, SCHEMA
+from bucketrl.bucket.trajectories import SCHEMA
 from bucketrl.jobs import model_identity
 
 DOCUMENT = (Path(__file__).parents[2] / "bucket_layout.md").read_text()

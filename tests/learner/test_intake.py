@@ -181,7 +181,7 @@ def test_foreign_keys_are_passed_over() -> None:
 def test_an_oversized_object_is_refused_without_reading_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     put_group(world.store, make_group(0, rewards=[0.0, 1.0]))
-    monkeypatch.setattr("bucketrl.bucket.trajectories.MAX_BYTES", 10)
+    monkeypatch.setattr("bucketrl.bucket.sealed_table.MAX_BYTES", 10)
     monkeypatch.setattr(world.store, "get", lambda key: pytest.fail("it was read"))
     world.poll(times=READINGS)
     assert "more than 10" in world.refused[0][2]

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -61,8 +61,9 @@ def request(
     prompt: tuple[int, ...] = PROMPT,
     max_tokens: int = 24,
     temperature: float = 1.0,
+    prior: tuple[int, ...] = (),
 ) -> SamplingRequest:
-    return SamplingRequest(f"test-{next(_ids)}", prompt, max_tokens, temperature, seed, version)
+    return SamplingRequest(f"test-{next(_ids)}", prompt, max_tokens, temperature, seed, version, prior)
 
 
 def mismatch(
@@ -219,6 +220,55 @@ class EngineContract:
         outcomes = await asyncio.gather(*doomed, return_exceptions=True)
         assert any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
         await kept
+
+    async def test_an_aborted_request_returns_what_it_drew(self, engine: Engine, setting: Setting) -> None:
+        """Its tokens begin the undisturbed completion, and their logprobs are those of the policy."""
+        asked = [
+            request(1 + n % 2, seed=n, prompt=(*PROMPT, 3 + n), max_tokens=400, temperature=0.0)
+            for n in range(8)
+        ]
+        whole = await asyncio.gather(*map(engine.generate, asked))
+        longest = max(range(8), key=lambda n: len(whole[n].token_ids))
+        again = [replace(one, request_id=f"cut-{n}-{next(_ids)}") for n, one in enumerate(asked)]
+        running = [asyncio.create_task(engine.generate(one)) for one in again]
+        await asyncio.sleep(0.3)
+        assert not running[longest].done(), "too quick to be cut"
+        await asyncio.gather(*(engine.abort(one.request_id) for one in again))
+        cut = await asyncio.wait_for(asyncio.gather(*running), 5)
+        assert cut[longest].finish_reason == "abort"
+        assert 0 < len(cut[longest].token_ids) < len(whole[longest].token_ids)
+        for one, got, undisturbed in zip(again, cut, whole, strict=True):
+            assert got.token_ids == undisturbed.token_ids[: len(got.token_ids)]
+            assert got.policy_versions == (one.policy_version,) * len(got.token_ids)
+            policy = setting.policies[one.policy_version]
+            assert mismatch(policy, one.prompt_token_ids, got, 1.0) < TOLERANCE
+        await engine.abort(again[0].request_id)  # has ended: no error
+
+    async def test_a_request_aborted_at_once_returns(self, engine: Engine) -> None:
+        """Before the engine has taken it in, or computed its prompt."""
+        asked = [request(1, seed=n, max_tokens=400, temperature=0.0) for n in range(80)]
+        running = [asyncio.create_task(engine.generate(one)) for one in asked]
+        await asyncio.sleep(0)
+        await asyncio.gather(*(engine.abort(one.request_id) for one in asked))
+        cut = await asyncio.wait_for(asyncio.gather(*running), 5)
+        assert any(got.finish_reason == "abort" for got in cut)
+
+    async def test_a_continued_completion_has_the_logprobs_of_its_new_version(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        """Two thirds of a greedy completion by version 1, the rest by 1 (the same tokens) and by 2; and at
+        temperature 1, whose logprobs are those that `score` gives."""
+        whole = await engine.generate(request(1, seed=0, max_tokens=24, temperature=0.0))
+        prior = whole.token_ids[:16]
+        same = await engine.generate(request(1, seed=9, max_tokens=8, temperature=0.0, prior=prior))
+        assert prior + same.token_ids == whole.token_ids
+        for seed in range(4):
+            got = await engine.generate(request(2, seed=seed, max_tokens=8, prior=prior))
+            assert len(got.token_ids) <= 8
+            assert got.policy_versions == (2,) * len(got.token_ids)
+            assert mismatch(setting.policies[2], PROMPT + prior, got, 1.0) < TOLERANCE
+            scored = await engine.score(PROMPT + prior + got.token_ids, 2)
+            assert got.logprobs == pytest.approx(scored[-len(got.token_ids) :], abs=TOLERANCE)
 
 
 async def close_under_way(engine: Engine) -> None:

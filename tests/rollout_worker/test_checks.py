@@ -33,7 +33,7 @@ def test_a_probability_of_one_may_exceed_zero_by_rounding() -> None:
         ((-1.0, math.nan), "stop", "not finite"),
         ((-1.0, -math.inf), "stop", "not finite"),
         ((-1.0, 0.01), "stop", "positive"),
-        ((-1.0, -1.0), "abort", "abort"),
+        ((-1.0, None), "abort", "missing"),
         ((-1.0, -1.0), None, "finish reason"),
     ],
 )
@@ -42,6 +42,12 @@ def test_unusable_output_is_dropped_with_its_reason(
 ) -> None:
     with pytest.raises(DroppedCompletion, match=complaint):
         checked_completion(tuple(range(len(logprobs))), logprobs, 0, reason)
+
+
+@pytest.mark.parametrize("drawn", [(), (-1.0, -2.0)])
+def test_what_an_aborted_request_drew_is_kept(drawn: tuple[float, ...]) -> None:
+    completion = checked_completion(tuple(range(len(drawn))), drawn, 7, "abort")
+    assert (completion.logprobs, completion.finish_reason) == (drawn, "abort")
 
 
 def test_a_missing_row_is_dropped() -> None:
