@@ -33,7 +33,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 test: check
-	$(BIN)/python -m pytest
+	BUCKETRL_REQUIRE_S3_SERVERS=1 $(BIN)/python -m pytest
 
 clean:
 	rm -rf .venv runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

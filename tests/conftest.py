@@ -3,13 +3,26 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.support.s3 import CREDENTIALS, S3Server, moto_server
+from tests.support.s3 import CREDENTIALS, S3Server, ministack_server, moto_server, rclone_server
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One S3 server for the whole session; tests keep apart by prefix."""
+    """moto; one server for the whole session, as each of these: tests keep apart by prefix."""
     with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ministack() -> Iterator[S3Server]:
+    with ministack_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Checks signatures, ignores conditions."""
+    with rclone_server(tmp_path_factory.mktemp("rclone")) as server:
         yield server
 
 

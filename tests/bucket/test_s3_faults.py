@@ -8,17 +8,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from tests.support.s3 import (
-    CREDENTIALS,
-    Answer,
-    CutBody,
-    DropCondition,
-    Fault,
-    LoseReply,
-    S3Server,
-    faulty_relay,
-    moto_server,
-)
+from tests.support.relay import Answer, CutBody, DropCondition, Fault, LoseReply, faulty_relay
+from tests.support.s3 import CREDENTIALS, S3Server, moto_server
 
 from bucketrl.bucket import conditional
 from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, Unsupported, UserError

