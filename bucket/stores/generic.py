@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
+from bucketrl.bucket.counting import RequestKind, Requests
 from bucketrl.bucket.errors import NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.retry import Transient, retrying
 from bucketrl.bucket.store import ObjectInfo, Tier
@@ -27,13 +28,15 @@ PUTS_WHOLE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "tos"}
 
 
 class GenericStore:
-    """Implements `Store` on an fsspec URL without credentials. `options` go to the file system."""
+    """Implements `Store` on an fsspec URL without credentials. `options` go to the file system. `requests` counts
+    calls of fsspec: what a backend makes of one is its own business."""
 
     tier = Tier.PUT
 
     def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep, **options: Any) -> None:
         self.url = url.rstrip("/")
         self._sleep = sleep
+        self.requests = Requests()
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **options)
         except (ValueError, ImportError) as error:
@@ -44,28 +47,33 @@ class GenericStore:
             logger.warning("%s: %s may show half-written objects; an object store is safer", self.url, scheme)
 
     def get(self, key: str) -> bytes:
-        return bytes(self._do(key, lambda: self._fs.cat_file(self._path(key))))
+        data = bytes(self._do("get", key, lambda: self._fs.cat_file(self._path(key))))
+        self.requests.moved(down=len(data))
+        return data
 
     def put(self, key: str, data: bytes) -> None:
         self._make_parent(key)
-        self._do(key, lambda: self._fs.pipe_file(self._path(key), data))
+        self._do("put", key, lambda: self._fs.pipe_file(self._path(key), data))
+        self.requests.moved(up=len(data))
 
     def create(self, key: str, data: bytes) -> None:
         raise Unsupported(f"{self.url}: no exclusive create here; the proxy must serialise commits")
 
     def put_file(self, key: str, path: Path) -> None:
-        path.stat()  # a missing local file is the caller's mistake, not a missing object
+        size = path.stat().st_size  # a missing local file is the caller's mistake, not a missing object
         self._make_parent(key)
-        self._do(key, lambda: self._fs.put_file(str(path), self._path(key)))
+        self._do("put", key, lambda: self._fs.put_file(str(path), self._path(key)))
+        self.requests.moved(up=size)
 
     def get_file(self, key: str, path: Path) -> None:
         self.size(key)  # some backends make a local folder or an empty file of what is no object
         with new_file(path):
-            self._do(key, lambda: self._fs.get_file(self._path(key), str(path)))
+            self._do("get", key, lambda: self._fs.get_file(self._path(key), str(path)))
+            self.requests.moved(down=path.stat().st_size)
 
     def size(self, key: str) -> int:
         self._fs.invalidate_cache()
-        info = self._do(key, lambda: self._fs.info(self._path(key)))
+        info = self._do("info", key, lambda: self._fs.info(self._path(key)))
         if info["type"] != "file":
             raise NotFound(f"{self.url}: {key}")
         return int(info["size"])
@@ -74,7 +82,7 @@ class GenericStore:
         self._fs.invalidate_cache()
         folder = self._path(prefix).rstrip("/")
         try:
-            found = self._do(prefix, lambda: self._fs.find(folder, detail=True))
+            found = self._do("list", prefix, lambda: self._fs.find(folder, detail=True))
         except NotFound:
             return
         sizes = {name[len(self._root) :].lstrip("/"): int(info["size"]) for name, info in found.items()}
@@ -85,18 +93,22 @@ class GenericStore:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             try:
-                self._do(key, partial(self._fs.rm_file, self._path(key)))
+                self._do("delete", key, partial(self._fs.rm_file, self._path(key)))
             except NotFound:
                 continue
+
+    def sweep(self, older_than_s: float) -> int:
+        return 0  # fsspec has no way to ask
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     def _make_parent(self, key: str) -> None:
-        self._do(key, lambda: self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True))
+        self._do("info", key, lambda: self._fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True))
 
-    def _do(self, key: str, call: Callable[[], T]) -> T:
+    def _do(self, kind: RequestKind, key: str, call: Callable[[], T]) -> T:
         def attempt() -> T:
+            self.requests.sent(kind)
             try:
                 return call()
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

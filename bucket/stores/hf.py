@@ -1,10 +1,16 @@
 """Hugging Face buckets through the native API. Tier 0: it has no conditional write, so the proxy must
 serialise commits. (Its S3 gateway honours `If-None-Match`: use `s3://` with that endpoint for tier 1.)
+
+Counted is what the Hub counts as API requests, as huggingface_hub 2.4.0 and hf_xet 1.8.0 make them: a token and
+a batch for a put; a look at the paths and a token for a download of any number of files (and a HEAD to the
+resolver, which has a limit of its own, five times as high); a page of 1,000 files and folders for a listing.
+What the Hub client repeats by itself is not seen here.
 """
 
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,6 +29,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars
 
+from bucketrl.bucket.counting import RequestKind, Requests
 from bucketrl.bucket.errors import BucketrlError, NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.retry import Transient, retry_after_s, retrying
 from bucketrl.bucket.store import ObjectInfo, Tier
@@ -32,6 +39,8 @@ T = TypeVar("T")
 
 DELETE_BATCH = 1000
 """Operations per batch request."""
+PAGE = 1000
+"""Files and folders per page of a listing."""
 ATTEMPTS = 3
 """Few: the Hub client has retried each request already."""
 _FAILURES = (
@@ -60,6 +69,7 @@ class HfStore:
         self._bucket_id = bucket_id
         self._prefix = prefix + "/" if prefix else ""
         self._sleep = sleep
+        self.requests = Requests()
         self.url = f"hf://buckets/{bucket_id}/{prefix}".rstrip("/")
         if api is None:
             disable_progress_bars()  # one per object would drown a role's log
@@ -73,26 +83,38 @@ class HfStore:
             return path.read_bytes()
 
     def put(self, key: str, data: bytes) -> None:
-        self._batch(key, add=[(data, self._prefix + key)])
+        self._add(key, data)
+        self.requests.moved(up=len(data))
 
     def create(self, key: str, data: bytes) -> None:
         raise Unsupported(f"{self.url}: Hugging Face buckets have no conditional write; use the proxy")
 
     def put_file(self, key: str, path: Path) -> None:
-        path.stat()  # a missing local file is the caller's mistake, not a missing object
-        self._batch(key, add=[(str(path), self._prefix + key)])
+        size = path.stat().st_size  # a missing local file is the caller's mistake, not a missing object
+        self._add(key, str(path))
+        self.requests.moved(up=size)
 
     def get_file(self, key: str, path: Path) -> None:
-        files = [(self._prefix + key, str(path))]
-        with new_file(path):
-            self._do(
-                key,
-                lambda: self._api.download_bucket_files(self._bucket_id, files, raise_on_missing_files=True),
-            )
+        self.get_files([(key, path)])
+
+    def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
+        """`get_file` of each, for the requests of one. Raises NotFound, with nothing written, if one is missing."""
+        wanted = [(self._prefix + key, str(path)) for key, path in files]
+        where = ", ".join(key for key, _ in files)
+
+        def download() -> None:
+            self._api.download_bucket_files(self._bucket_id, wanted, raise_on_missing_files=True)
+            self.requests.sent("token")
+
+        with ExitStack() as kept:
+            for _, path in files:
+                kept.enter_context(new_file(path))
+            self._do("get", where, download)
+        self.requests.moved(down=sum(path.stat().st_size for _, path in files))
 
     def size(self, key: str) -> int:
         name = self._prefix + key
-        found = self._do(key, lambda: list(self._api.get_bucket_paths_info(self._bucket_id, [name])))
+        found = self._do("info", key, lambda: list(self._api.get_bucket_paths_info(self._bucket_id, [name])))
         if not found:
             raise NotFound(f"{self.url}: {key}")
         return int(found[0].size)
@@ -101,7 +123,8 @@ class HfStore:
         folder = (self._prefix + prefix).rstrip("/") or None
 
         def call() -> list[ObjectInfo]:
-            tree = self._api.list_bucket_tree(self._bucket_id, folder, recursive=True)
+            tree = list(self._api.list_bucket_tree(self._bucket_id, folder, recursive=True))
+            self.requests.sent("list", max(0, len(tree) - 1) // PAGE)  # beyond the first page
             return [
                 ObjectInfo(item.path.removeprefix(self._prefix), int(item.size))
                 for item in tree
@@ -109,7 +132,7 @@ class HfStore:
             ]
 
         try:
-            found = self._do(prefix, call)
+            found = self._do("list", prefix, call)
         except NotFound:
             return
         for info in sorted(found, key=lambda info: info.key):
@@ -119,22 +142,31 @@ class HfStore:
     def delete(self, keys: Iterable[str]) -> None:
         names = iter([self._prefix + key for key in keys])
         while batch := list(islice(names, DELETE_BATCH)):
-            self._do("delete", partial(self._delete, batch))
+            self._do("delete", "delete", partial(self._delete, batch))
+
+    def sweep(self, older_than_s: float) -> int:
+        return 0  # the service drops what no batch has named
 
     def _delete(self, batch: Sequence[str]) -> None:
         try:
             self._api.batch_bucket_files(self._bucket_id, delete=batch)
         except BucketBatchError as error:
             # An operation that failed because its object is gone has done its work.
+            self.requests.sent("info")
             left = list(self._api.get_bucket_paths_info(self._bucket_id, batch))
             if left:
                 raise Transient(f"{self.url}: {left[0].path} is still there after its deletion") from error
 
-    def _batch(self, key: str, **operations: Any) -> None:
-        self._do(key, lambda: self._api.batch_bucket_files(self._bucket_id, **operations))
+    def _add(self, key: str, source: bytes | str) -> None:
+        def add() -> None:
+            self.requests.sent("token")
+            self._api.batch_bucket_files(self._bucket_id, add=[(source, self._prefix + key)])
 
-    def _do(self, key: str, call: Callable[[], T]) -> T:
+        self._do("put", key, add)
+
+    def _do(self, kind: RequestKind, key: str, call: Callable[[], T]) -> T:
         def attempt() -> T:
+            self.requests.sent(kind)
             try:
                 return call()
             except _FAILURES as error:

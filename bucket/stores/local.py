@@ -6,19 +6,25 @@ so a reader or a crash never meets half an object. The folder must be on one fil
 
 import errno
 import io
+import logging
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from bucketrl.bucket.counting import Requests
 from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.store import ObjectInfo, Tier
 from bucketrl.bucket.stores.download import new_file
 
+logger = logging.getLogger(__name__)
+
 STAGING = ".staging"
-"""Folder below the root for what is not an object yet; never listed. A killed writer leaves its file there."""
+"""Folder below the root for what is not an object yet; never listed. A killed writer leaves its file there,
+which `sweep` removes."""
 
 _CHUNK = 1 << 20
 _NAMING_ATTEMPTS = 100
@@ -35,6 +41,8 @@ class LocalStore:
 
     def __init__(self, root: Path) -> None:
         self.url = str(root)
+        self.requests = Requests()
+        """Operations on the folder: nobody bills them, but a run can be compared with one on a service."""
         self._root = root
         try:
             occupied = root.exists() and not root.is_dir()
@@ -44,12 +52,15 @@ class LocalStore:
             raise UserError(f"bucket {root}: is a file; give a folder")
 
     def get(self, key: str) -> bytes:
+        self.requests.sent("get")
         try:
-            return self._path(key).read_bytes()
+            data = self._path(key).read_bytes()
         except _NO_SUCH_OBJECT:
             raise NotFound(f"{self.url}: {key}") from None
         except OSError as error:
             raise self._failed(key, error) from error
+        self.requests.moved(down=len(data))
+        return data
 
     def put(self, key: str, data: bytes) -> None:
         self._write(key, io.BytesIO(data), exclusive=False)
@@ -64,16 +75,19 @@ class LocalStore:
             self._write(key, source, exclusive=False)
 
     def get_file(self, key: str, path: Path) -> None:
+        self.requests.sent("get")
         with new_file(path):
             try:
                 with self._path(key).open("rb") as source, path.open("xb") as target:
                     shutil.copyfileobj(source, target, _CHUNK)
+                    self.requests.moved(down=target.tell())
             except _NO_SUCH_OBJECT:
                 raise NotFound(f"{self.url}: {key}") from None
             except OSError as error:
                 raise self._failed(key, error) from error
 
     def size(self, key: str) -> int:
+        self.requests.sent("info")
         path = self._path(key)
         try:
             if path.is_file():
@@ -85,10 +99,12 @@ class LocalStore:
         raise NotFound(f"{self.url}: {key}")
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.requests.sent("list")
         return self._walk(prefix, start_after)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
+            self.requests.sent("delete")
             path = self._path(key)
             try:
                 path.unlink()
@@ -97,6 +113,23 @@ class LocalStore:
             except OSError as error:
                 raise self._failed(key, error) from error
             self._remove_empty(path.parent)
+
+    def sweep(self, older_than_s: float) -> int:
+        """Files under `.staging`. Ages are by the file system's clock, which may be another machine's."""
+        staging = self._root / STAGING
+        swept = 0
+        try:
+            with tempfile.NamedTemporaryFile(dir=staging) as fresh:
+                now = os.stat(fresh.name).st_mtime
+                for entry in os.scandir(staging):
+                    if now - entry.stat(follow_symlinks=False).st_mtime > older_than_s:
+                        os.unlink(entry.path)
+                        swept += 1
+        except FileNotFoundError:
+            pass  # nothing was ever written here, or another sweep is at it
+        except OSError as error:
+            logger.warning("%s: unfinished files cannot be removed: %s", self.url, error.strerror or error)
+        return swept
 
     def _walk(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         """Objects below the folder `prefix` in key order: a folder sorts as its name with "/" behind."""
@@ -119,13 +152,16 @@ class LocalStore:
                     continue  # deleted since the scan
 
     def _write(self, key: str, source: BinaryIO, *, exclusive: bool) -> None:
+        self.requests.sent("create" if exclusive else "put")
         path = self._path(key)
         staged = self._root / STAGING / uuid.uuid4().hex
         try:
             _make_folders(staged.parent)
             try:
                 _write_through(staged, source)
+                size = staged.stat().st_size
                 self._give_name(key, staged, path, exclusive=exclusive)
+                self.requests.moved(up=size)
             finally:
                 staged.unlink(missing_ok=True)
         except OSError as error:

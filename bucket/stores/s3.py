@@ -5,9 +5,11 @@ and both would multiply. (aiohttp still repeats a request once if a kept connect
 `s3_errors.py` says what each failure means.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import Any, TypeVar
 
 import s3fs
 
+from bucketrl.bucket.counting import RequestKind, Requests
 from bucketrl.bucket.errors import BucketrlError, NotFound, StoreError
 from bucketrl.bucket.retry import retrying
 from bucketrl.bucket.store import ObjectInfo, Tier
 from bucketrl.bucket.stores.download import new_file
 from bucketrl.bucket.stores.s3_errors import FAILURES, from_code, translate
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -29,13 +34,14 @@ PART_BYTES = 8 << 20
 """Of a multipart upload; files of more than two parts are sent so."""
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 4
+_KINDS: dict[str, RequestKind] = {"put_object": "put", "head_object": "info"}
+"""Of operations sent by `_call`; all others belong to a multipart upload."""
 
 
 class S3Store:
     """Implements `Store` below `s3://bucket/prefix`. Credentials and region are found as botocore finds them.
 
-    A writer that is killed during a multipart upload leaves parts that no reader sees; a lifecycle rule of
-    the bucket (AbortIncompleteMultipartUpload) removes them.
+    A writer that is killed during a multipart upload leaves parts that no reader sees; `sweep` removes them.
     """
 
     tier = Tier.CREATE
@@ -50,6 +56,7 @@ class S3Store:
     ) -> None:
         self._bucket = bucket
         self._prefix = prefix + "/" if prefix else ""
+        self.requests = Requests()
         self._sleep = sleep
         self.url = f"s3://{bucket}/{prefix}"
         if endpoint_url:
@@ -71,15 +78,19 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         # One stream: s3fs otherwise asks for the size first, and reads ranges that may be of two objects.
-        return bytes(self._do(key, lambda: self._fs.cat_file(self._path(key), max_concurrency=1)))
+        data = bytes(self._do("get", key, lambda: self._fs.cat_file(self._path(key), max_concurrency=1)))
+        self.requests.moved(down=len(data))
+        return data
 
     def put(self, key: str, data: bytes) -> None:
         self._call("put_object", key, Body=data)
+        self.requests.moved(up=len(data))
 
     def create(self, key: str, data: bytes) -> None:
         if not data:
             raise ValueError(f"{key}: an object made by create must not be empty")
-        self._call("put_object", key, Body=data, IfNoneMatch="*")
+        self._call("put_object", key, kind="create", Body=data, IfNoneMatch="*")
+        self.requests.moved(up=len(data))
 
     def put_file(self, key: str, path: Path) -> None:
         size = path.stat().st_size
@@ -90,13 +101,15 @@ class S3Store:
         try:
             parts = self._upload_parts(key, upload, path, size)
             self._complete(key, upload, parts, size)
+            self.requests.moved(up=size)
         except BucketrlError:
             self._abort(key, upload)
             raise
 
     def get_file(self, key: str, path: Path) -> None:
         with new_file(path):
-            self._do(key, lambda: self._fs.get_file(self._path(key), str(path), max_concurrency=1))
+            self._do("get", key, lambda: self._fs.get_file(self._path(key), str(path), max_concurrency=1))
+            self.requests.moved(down=path.stat().st_size)
 
     def size(self, key: str) -> int:
         return int(self._call("head_object", key)["ContentLength"])
@@ -106,7 +119,7 @@ class S3Store:
         if start_after:
             request["StartAfter"] = self._prefix + start_after
         while True:
-            page = self._do(prefix, partial(self._fs.call_s3, "list_objects_v2", **request))
+            page = self._do("list", prefix, partial(self._fs.call_s3, "list_objects_v2", **request))
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 if key > start_after:  # some services ignore StartAfter
@@ -118,7 +131,32 @@ class S3Store:
     def delete(self, keys: Iterable[str]) -> None:
         names = iter([{"Key": self._prefix + key} for key in keys])
         while batch := list(islice(names, DELETE_BATCH)):
-            self._do("delete", partial(self._delete, batch))
+            self._do("delete", "delete", partial(self._delete, batch))
+
+    def sweep(self, older_than_s: float) -> int:
+        """Multipart uploads, which a lifecycle rule of the bucket (AbortIncompleteMultipartUpload) may remove
+        as well. Services that cannot list them are left alone."""
+        swept = 0
+        try:
+            for key, upload in self._unfinished(older_than_s):
+                self._call("abort_multipart_upload", key, UploadId=upload)
+                swept += 1
+        except BucketrlError as error:
+            logger.warning("unfinished uploads cannot be removed: %s", error)
+        return swept
+
+    def _unfinished(self, older_than_s: float) -> Iterator[tuple[str, str]]:
+        """Key and id of uploads begun so long ago, by the service's clock."""
+        request: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix}
+        while True:
+            page = self._do("list", "", partial(self._fs.call_s3, "list_multipart_uploads", **request))
+            now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+            for upload in page.get("Uploads", ()):
+                if (now - upload["Initiated"]).total_seconds() > older_than_s:
+                    yield upload["Key"].removeprefix(self._prefix), upload["UploadId"]
+            if not page.get("IsTruncated"):
+                return
+            request |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _delete(self, batch: Sequence[dict[str, str]]) -> None:
         reply = self._fs.call_s3(
@@ -157,12 +195,14 @@ class S3Store:
     def _path(self, key: str) -> str:
         return f"{self._bucket}/{self._prefix}{key}"
 
-    def _call(self, operation: str, key: str, **arguments: Any) -> Any:
+    def _call(self, operation: str, key: str, *, kind: RequestKind | None = None, **arguments: Any) -> Any:
         request = {"Bucket": self._bucket, "Key": self._prefix + key} | arguments
-        return self._do(key, partial(self._fs.call_s3, operation, **request))
+        kind = kind or _KINDS.get(operation, "part")
+        return self._do(kind, key, partial(self._fs.call_s3, operation, **request))
 
-    def _do(self, key: str, call: Callable[[], T]) -> T:
+    def _do(self, kind: RequestKind, key: str, call: Callable[[], T]) -> T:
         def attempt() -> T:
+            self.requests.sent(kind)
             try:
                 return call()
             except FAILURES as error:
