@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -10,6 +9,7 @@ from typing import Any, Protocol, Self
 from bucketrl.api.client import ProxyRefused, ProxyUnavailable
 from bucketrl.api.messages import Heartbeat, HeartbeatReply, LearnerState, QuarantinedAttempt
 from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.pause import pause
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Heartbeats:
         assert self._client is not None
         closing = False
         while not closing:
-            time.sleep(self._min_gap_s)
+            pause(self._min_gap_s)
             self._changed.wait(self._interval_s - self._min_gap_s)
             self._changed.clear()
             closing = self._closing.is_set()  # before sending: the last state must get out

@@ -38,11 +38,11 @@ class Tokens:
         if self.read and not self.worker:
             raise UserError(f"{READ_TOKEN} is set but {WORKER_TOKEN} is not; set both")
 
-    def allow_read(self, request: Request) -> None:
+    async def allow_read(self, request: Request) -> None:
         """FastAPI dependency of every route that only looks."""
         self._check(request, (self.worker, self.read), f"{READ_TOKEN} or {WORKER_TOKEN}")
 
-    def allow_work(self, request: Request) -> None:
+    async def allow_work(self, request: Request) -> None:
         """FastAPI dependency of every route that changes something."""
         self._check(request, (self.worker,), WORKER_TOKEN)
 
