@@ -55,7 +55,7 @@ Plan = Callable[[str, str, int], Fault | None]
 def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S3Server]:
     """A server like `server` whose requests suffer what `plan` says.
 
-    `mount`: it answers below this path only, and by the name `localhost`, as a gateway for many does.
+    `mount`: it answers below this path only, and to clients that the Hugging Face gateway suits.
     """
     target = int(server.endpoint_url.rpartition(":")[2])
     seen: dict[tuple[str, str], int] = {}
@@ -69,8 +69,8 @@ def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S
 
         def handle_request(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if not self.path.startswith(mount + "/"):
-                self.answer(400, (), b"not below the mount")
+            if mount and not self.suits_the_gateway():
+                self.answer(400, (), b"not as the gateway wants it")
                 return
             path = self.path.partition("?")[0]
             with lock:
@@ -93,6 +93,16 @@ def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S
                 self.connection.close()
                 return
             self.answer(status, reply_headers, reply, cut=isinstance(fault, CutBody))
+
+        def suits_the_gateway(self) -> bool:
+            """As https://huggingface.co/docs/hub/storage-buckets-s3 asks; other clients are redirected."""
+            return (
+                self.path.startswith(mount + "/")
+                and self.headers["Host"].startswith("localhost:")
+                and "botocore" in self.headers["User-Agent"].lower()
+                and "aws-chunked" not in (self.headers["Content-Encoding"] or "")
+                and "/us-east-1/s3/" in self.headers["Authorization"]
+            )
 
         def answer(
             self, status: int, headers: tuple[tuple[str, str], ...], body: bytes, *, cut: bool = False
