@@ -18,6 +18,7 @@ from bucketrl.api.messages import (
     Message,
     PolicyHead,
     Problem,
+    Release,
     RunStatus,
     StepSummary,
     WorkerRef,
@@ -91,9 +92,10 @@ class ProxyClient:
         """Announces an upload; may be repeated."""
         self._post(f"/v1/leases/{lease_id}/complete", completion)
 
-    def release(self, lease_id: str, worker_id: str) -> None:
-        """Gives a group back; may be repeated."""
-        self._post(f"/v1/leases/{lease_id}/release", WorkerRef(worker_id=worker_id))
+    def release(self, lease_id: str, worker_id: str, partial_attempt: str | None = None) -> None:
+        """Gives a group back, to be continued from `partial_attempt` if there is one; may be repeated."""
+        body = Release(worker_id=worker_id, partial_attempt=partial_attempt)
+        self._post(f"/v1/leases/{lease_id}/release", body)
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         return _parse(HeartbeatReply, self._post("/v1/heartbeats", beat))

@@ -52,6 +52,8 @@ class Lease(Message):
     """Newest committed version at issue; sample with it or a newer one."""
     seconds: float
     """Time until the group may be issued again unless renewed (a heartbeat renews the leases that it names)."""
+    partial_attempt: AttemptId | None = None
+    """Attempt that was cut and whose completions, in the bucket's `partial/`, are to be continued."""
 
 
 class LeaseReply(Message):
@@ -62,9 +64,16 @@ class LeaseReply(Message):
 
 
 class WorkerRef(Message):
-    """Body of `POST /v1/leases/{id}/renew` and `/release`."""
+    """Body of `POST /v1/leases/{id}/renew`."""
 
     worker_id: WorkerId
+
+
+class Release(WorkerRef):
+    """`POST /v1/leases/{id}/release`: the worker gives the group back."""
+
+    partial_attempt: AttemptId | None = None
+    """Attempt under which what was drawn so far is in the bucket's `partial/`."""
 
 
 class Completion(Message):

@@ -19,6 +19,7 @@ from bucketrl.api.messages import (
     LeaseReply,
     LeaseRequest,
     PolicyHead,
+    Release,
     RolloutState,
     StepSummary,
 )
@@ -26,8 +27,9 @@ from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.errors import IntegrityError, StoreError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.log import LogReader, LogState
+from bucketrl.bucket.partials import fullest
 from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord
-from bucketrl.bucket.store import Store
+from bucketrl.bucket.store import ObjectInfo, Store
 from bucketrl.proxy.roster import Roster
 from bucketrl.proxy.scheduler import IDLE_WAIT_S, Limits, Scheduler
 
@@ -50,6 +52,8 @@ class Attempts:
 
     uploaded: tuple[Attempt, ...]
     quarantined: tuple[Attempt, ...]
+    partial: tuple[Attempt, ...]
+    """One for each group."""
 
 
 class ProxyCore:
@@ -106,15 +110,20 @@ class ProxyCore:
         return Attempts(
             tuple(self._listed(keys.TRAJECTORY_PREFIX, keys.parse_trajectory)),
             tuple(self._listed(keys.QUARANTINE_PREFIX, keys.parse_quarantine)),
+            tuple(sorted(fullest(self._list(keys.PARTIAL_PREFIX), self.run.prompts_per_epoch).items())),
         )
 
     def _listed(self, prefix: str, parse: Callable[[str], tuple[GroupId, str] | None]) -> Iterator[Attempt]:
         size = self.run.prompts_per_epoch
-        first = GroupId.from_ordinal(self.state.consumed.cursor, size)
-        for info in self.store.list(prefix, start_after=f"{prefix}{first}"):
+        for info in self._list(prefix):
             parsed = parse(info.key)
             if parsed is not None and parsed[0].index < size:
                 yield parsed[0].ordinal(size), parsed[1]
+
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """From the consumed cursor on."""
+        first = GroupId.from_ordinal(self.state.consumed.cursor, self.run.prompts_per_epoch)
+        return self.store.list(prefix, start_after=f"{prefix}{first}")
 
     def apply_records(self, records: list[StartRecord | StepRecord]) -> bool:
         """Whether there is a newer policy version."""
@@ -133,6 +142,7 @@ class ProxyCore:
         self.scheduler.listed(attempts.uploaded, self.clock())
         for ordinal, attempt in attempts.quarantined:
             self.scheduler.quarantined(ordinal, attempt)
+        self.scheduler.listed_partial(attempts.partial, self.clock())
         self._caught_up = True
 
     def tick(self) -> None:
@@ -198,8 +208,8 @@ class ProxyCore:
         """None if the lease is over."""
         return self.scheduler.renew(lease_id, worker_id, self.clock())
 
-    def release(self, lease_id: str, worker_id: str) -> None:
-        self.scheduler.release(lease_id, worker_id)
+    def release(self, lease_id: str, release: Release) -> None:
+        self.scheduler.release(lease_id, release.worker_id, release.partial_attempt)
 
     def complete(self, lease_id: str, completion: Completion) -> None:
         """Raises IntegrityError for a group that nobody can have been asked to sample."""

@@ -13,6 +13,7 @@ from bucketrl.api.messages import (
     LeaseReply,
     LeaseRequest,
     PolicyHead,
+    Release,
     WorkerRef,
 )
 from bucketrl.bucket import keys
@@ -82,8 +83,8 @@ def _lease_routes(router: APIRouter, core: ProxyCore) -> None:
         core.complete(lease_id, completion)
 
     @router.post("/leases/{lease_id}/release", status_code=204)
-    async def release(lease_id: LeaseId, who: WorkerRef) -> None:
-        core.release(lease_id, who.worker_id)
+    async def release(lease_id: LeaseId, body: Release) -> None:
+        core.release(lease_id, body)
 
 
 def _log_route(router: APIRouter, core: ProxyCore, follower: Follower | None) -> None:

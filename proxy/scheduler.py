@@ -73,6 +73,8 @@ class Scheduler:
     _uploaded: dict[int, set[str]] = field(default_factory=dict)
     _refused: dict[int, set[str]] = field(default_factory=dict)
     """Quarantined attempts: their objects stay in the bucket, and every listing shows them again."""
+    _partial: dict[int, str] = field(default_factory=dict)
+    """Groups that somebody has begun and left, and the newest known attempt to continue."""
     _leases: LeaseTable = field(default_factory=LeaseTable)
     _unaccounted: dict[int, float] = field(default_factory=dict)
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=256))
@@ -87,7 +89,7 @@ class Scheduler:
         self._advance_to(max(self._cursor, max(self._above, default=-1) + 1), now)
         self._pending_skips = frozenset(o for o in self._pending_skips if not self.is_consumed(o))
         self._queue = {o for o in self._queue if not self.is_consumed(o)}
-        for held in (self._uploaded, self._refused, self._unaccounted):
+        for held in (self._uploaded, self._refused, self._unaccounted, self._partial):
             for ordinal in [o for o in held if self.is_consumed(o)]:
                 del held[ordinal]
         for ordinal in self._leases.leased_ordinals():
@@ -100,6 +102,15 @@ class Scheduler:
         for ordinal, attempt in uploads:
             if self.is_within_reach(ordinal):
                 self._see(ordinal, attempt, now)
+
+    def listed_partial(self, partial: Iterable[tuple[int, str]], now: float) -> None:
+        """Partial objects (ordinal, attempt), ascending, found in the bucket. What a release has named is
+        newer."""
+        for ordinal, attempt in partial:
+            if self.is_consumed(ordinal) or ordinal in self._uploaded or not self.is_within_reach(ordinal):
+                continue
+            self._advance_to(ordinal + 1, now)
+            self._partial.setdefault(ordinal, attempt)
 
     def quarantined(self, ordinal: int, attempt: str) -> None:
         """The learner refused this attempt: the group must be sampled again unless another one is there."""
@@ -121,8 +132,8 @@ class Scheduler:
     # -- what workers ask and say -----------------------------------------------------------------
 
     def lease(self, worker_id: str, max_groups: int, now: float) -> LeaseReply:
-        """Up to `max_groups` groups: those to be issued again first, then fresh ones within the staleness
-        bound, then late ones a second time."""
+        """Up to `max_groups` groups: those to be issued again first, begun ones before all others, then fresh
+        ones within the staleness bound, then late ones a second time."""
         self.expire(now)
         if self.finished:
             return LeaseReply(leases=(), wait_seconds=IDLE_WAIT_S, reason="finished")
@@ -157,10 +168,12 @@ class Scheduler:
             self.totals.completed += 1
         self._see(ordinal, attempt, now)
 
-    def release(self, lease_id: str, worker_id: str) -> None:
-        """The worker gives the group back."""
+    def release(self, lease_id: str, worker_id: str, partial_attempt: str | None = None) -> None:
+        """The worker gives the group back, to be continued from `partial_attempt` if it names one."""
         lease = self._leases.get(lease_id)
         if lease is not None and lease.worker_id == worker_id:
+            if partial_attempt is not None:
+                self._partial[lease.ordinal] = partial_attempt
             self._drop(lease)
 
     def held(self, worker_id: str, leases: Iterable[tuple[str, int]], now: float) -> None:
@@ -200,6 +213,11 @@ class Scheduler:
         """Groups issued, not consumed, and not about to be consumed untrained."""
         return self.next_ordinal - self._cursor - len(self._above) - len(self._pending_skips)
 
+    @property
+    def uploaded_groups(self) -> int:
+        """Groups that are in the bucket, not consumed and not refused."""
+        return len(self._uploaded)
+
     def is_consumed(self, ordinal: int) -> bool:
         return ordinal < self._cursor or ordinal in self._above
 
@@ -233,7 +251,7 @@ class Scheduler:
 
     def _choose(self, worker_id: str, now: float) -> int | None:
         if self._queue:
-            ordinal = min(self._queue)
+            ordinal = min(self._queue, key=lambda o: (o not in self._partial, o))
             self._queue.remove(ordinal)
             self.totals.reissued += 1
             return ordinal
@@ -275,6 +293,7 @@ class Scheduler:
             ordinal=lease.ordinal,
             policy_version=lease.policy_version,
             seconds=self.limits.lease_seconds,
+            partial_attempt=self._partial.get(lease.ordinal),
         )
 
     def _see(self, ordinal: int, attempt: str, now: float) -> None:
@@ -286,6 +305,7 @@ class Scheduler:
             return
         self._queue.discard(ordinal)
         self._unaccounted.pop(ordinal, None)
+        self._partial.pop(ordinal, None)
         self._uploaded.setdefault(ordinal, set()).add(attempt)
         self._end_leases(ordinal)
 

@@ -1,22 +1,33 @@
-"""One group: its completions drawn with the newest policy version, scored, packed as a trajectory object."""
+"""One group: its completions drawn with the newest policy version, scored, packed as a trajectory object.
+
+sample ─┬─ all have ended ─► finish: rewards ─► TrajectoryGroup
+        └─ some were cut ──► as_partial ─► PartialGroup ─► another worker's `sample` goes on with it
+"""
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from typing import Literal
 
+from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.errors import BucketrlError
 from bucketrl.bucket.keys import GroupId
+from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
 from bucketrl.rollout_worker.adapters import Adapters
+from bucketrl.rollout_worker.continuation import joined, usable
 from bucketrl.rollout_worker.counters import Counters
-from bucketrl.rollout_worker.engine import DroppedCompletion, Engine, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engine import DroppedCompletion, Engine, SamplingRequest
 from bucketrl.rollout_worker.prompts import Prompts, TemplatedPrompt
 from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
 from bucketrl.rollout_worker.work import Work
+
+logger = logging.getLogger(__name__)
 
 MIN_COMPLETIONS = 2
 """A single completion has no advantage within its group."""
@@ -28,13 +39,19 @@ class VersionNotServed(BucketrlError):
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
-    """Generated; the rewards are still being computed."""
+    """As far as it was generated; the rewards are still being computed."""
 
     work: Work
     attempt: str
     prompt: TemplatedPrompt
+    completions: tuple[Completion, ...]
+    """Those that the engine delivered. One that was cut may have no tokens."""
     scored: tuple["asyncio.Task[Trajectory | None]", ...]
-    """One for each completion that the engine delivered; None where the reward failed."""
+    """One for each completion that has ended; None where the reward failed."""
+
+    @property
+    def cut(self) -> bool:
+        return any(not completion.finish_reason for completion in self.completions)
 
 
 class GroupSampler:
@@ -62,23 +79,44 @@ class GroupSampler:
         self._counters = counters
         self._now = now
         self._clock = clock
+        self._running: set[str] = set()
+        """Ids of the engine's requests."""
+        self._cutting = asyncio.Event()
 
-    async def sample(self, work: Work, attempt: str) -> SampledGroup:
-        """Draws all completions of the group. Raises PromptTooLong, TaskError, VersionNotServed."""
+    async def sample(self, work: Work, attempt: str, partial: PartialGroup | None = None) -> SampledGroup:
+        """Draws all completions of the group, going on with those of `partial`.
+
+        Raises PromptTooLong, TaskError, VersionNotServed.
+        """
         prompt = self._prompts.get("train", work.group_id.index)
-        try:
-            await asyncio.wait_for(self._adapters.wait_for(work.policy_version), work.seconds)
-        except TimeoutError:
-            raise VersionNotServed(
-                f"policy version {work.policy_version} was not served within the lease time"
-            ) from None
+        versions = [v for c in partial.completions for v in c.policy_versions] if partial else []
+        # A completion's versions never decrease.
+        await self._served(max([work.policy_version, *versions]), work.seconds)
+        begun = self._begun(prompt, partial)
         drawn = await asyncio.gather(
             *(
-                self._draw(work, attempt, prompt, sample)
+                self._draw(
+                    work, attempt, prompt, begun.get(sample) or self._fresh(work, attempt, prompt, sample)
+                )
                 for sample in range(self._run.config.sampling.group_size)
             )
         )
-        return SampledGroup(work, attempt, prompt, tuple(task for task in drawn if task is not None))
+        delivered = [pair for pair in drawn if pair is not None]
+        return SampledGroup(
+            work,
+            attempt,
+            prompt,
+            completions=tuple(completion for completion, _ in delivered),
+            scored=tuple(score for _, score in delivered if score is not None),
+        )
+
+    async def cut(self) -> None:
+        """Ends all requests where they are: every running `sample` returns soon, and none begins to draw."""
+        self._cutting.set()
+        aborts = [self._engine.abort(request_id) for request_id in self._running]
+        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                logger.warning("a request could not be aborted: %s", outcome)
 
     async def finish(self, group: SampledGroup) -> TrajectoryGroup | None:
         """Waits for the rewards. None if too few completions survived."""
@@ -86,77 +124,125 @@ class GroupSampler:
         trajectories = tuple(trajectory for trajectory in scored if trajectory is not None)
         if len(trajectories) < MIN_COMPLETIONS:
             return None
-        return TrajectoryGroup(
-            run_id=self._run.run_id,
-            group_id=str(group.work.group_id),
-            attempt=group.attempt,
-            worker_id=self._worker_id,
-            engine=self._engine.name,
-            prompt_text=group.prompt.text,
-            trajectories=trajectories,
+        return TrajectoryGroup(**self._header(group), trajectories=trajectories)
+
+    def as_partial(self, group: SampledGroup) -> PartialGroup | None:
+        """What another worker can go on with. None if there is not a single token."""
+        completions = tuple(one for one in group.completions if one.completion_token_ids)
+        return PartialGroup(**self._header(group), completions=completions) if completions else None
+
+    def _header(self, group: SampledGroup) -> dict[str, str]:
+        return {
+            "run_id": self._run.run_id,
+            "group_id": str(group.work.group_id),
+            "attempt": group.attempt,
+            "worker_id": self._worker_id,
+            "engine": self._engine.name,
+            "prompt_text": group.prompt.text,
+        }
+
+    async def _served(self, version: int, seconds: float) -> None:
+        """Until `version` or a newer one is served, or everything is cut. Raises VersionNotServed."""
+        waits = [asyncio.ensure_future(self._adapters.wait_for(version))]
+        waits.append(asyncio.ensure_future(self._cutting.wait()))  # type: ignore[arg-type]
+        try:
+            done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not done:
+            raise VersionNotServed(f"policy version {version} was not served within the lease time")
+
+    def _begun(self, prompt: TemplatedPrompt, partial: PartialGroup | None) -> dict[int, Completion]:
+        if partial is None:
+            return {}
+        config = self._run.config
+        begun = usable(
+            partial.completions,
+            prompt_token_ids=prompt.token_ids,
+            newest_version=self._adapters.newest,
+            max_staleness=config.algorithm.max_staleness,
+            max_tokens=config.sampling.max_tokens,
+            group_size=config.sampling.group_size,
+        )
+        kept = sum(len(completion.completion_token_ids) for completion in begun.values())
+        logger.info(
+            "group %s goes on from attempt %s: %d tokens of %d completions, %d completions too old or foreign",
+            partial.group_id, partial.attempt, kept, len(begun), len(partial.completions) - len(begun),
+        )  # fmt: skip
+        return begun
+
+    def _fresh(self, work: Work, attempt: str, prompt: TemplatedPrompt, sample: int) -> Completion:
+        """Before its first token."""
+        return Completion(
+            sample=sample,
+            prompt_token_ids=prompt.token_ids,
+            completion_token_ids=(),
+            behaviour_logprobs=(),
+            policy_versions=(),
+            loss_mask=(),
+            finish_reason="",
+            seed=request_seed(self._run.config.seed, work.group_id, sample, attempt),
+            started_at=self._now().isoformat(),
+            seconds=0.0,
         )
 
     async def _draw(
-        self, work: Work, attempt: str, prompt: TemplatedPrompt, sample: int
-    ) -> "asyncio.Task[Trajectory | None] | None":
+        self, work: Work, attempt: str, prompt: TemplatedPrompt, so_far: Completion
+    ) -> tuple[Completion, "asyncio.Task[Trajectory | None] | None"] | None:
+        """The completion to its end, or to where it is cut, and its score if it has ended. None if the engine
+        dropped it."""
+        if not (so_far.finish_reason or self._cutting.is_set()):
+            try:
+                so_far = await self._continue(work, attempt, so_far)
+            except DroppedCompletion as error:
+                self._counters.drop(str(error))
+                return None
+        if not so_far.finish_reason:
+            return so_far, None
+        self._counters.completions += 1
+        return so_far, asyncio.create_task(self._score(prompt, so_far))
+
+    async def _continue(self, work: Work, attempt: str, so_far: Completion) -> Completion:
+        """One request to the engine."""
         sampling = self._run.config.sampling
-        seed = request_seed(self._run.config.seed, work.group_id, sample, attempt)
-        started_at, start = self._now().isoformat(), self._clock()
+        request_id = f"{work.group_id}-{attempt}-{so_far.sample}"
+        start = self._clock()
+        self._running.add(request_id)
         self._counters.running_requests += 1
         try:
             # The version is chosen here, where the request is sent, and stays with it to the end.
             with self._adapters.use() as version:
-                completion = await self._engine.generate(
+                drawn = await self._engine.generate(
                     SamplingRequest(
-                        request_id=f"{work.group_id}-{attempt}-{sample}",
-                        prompt_token_ids=prompt.token_ids,
-                        max_tokens=sampling.max_tokens,
+                        request_id=request_id,
+                        prompt_token_ids=so_far.prompt_token_ids,
+                        max_tokens=sampling.max_tokens - len(so_far.completion_token_ids),
                         temperature=sampling.temperature,
-                        seed=seed,
+                        # Not the seed of the first request again: it would repeat that one's random numbers.
+                        seed=request_seed(self._run.config.seed, work.group_id, so_far.sample, attempt),
                         policy_version=version,
+                        prior=so_far.completion_token_ids,
                     )
                 )
-        except DroppedCompletion as error:
-            self._counters.drop(str(error))
-            return None
         finally:
+            self._running.discard(request_id)
             self._counters.running_requests -= 1
-        self._counters.tokens_generated += len(completion.token_ids)
-        self._counters.completions += 1
-        seconds = self._clock() - start
-        return asyncio.create_task(self._score(prompt, completion, sample, seed, started_at, seconds))
+        self._counters.tokens_generated += len(drawn.token_ids)
+        return joined(so_far, drawn, self._clock() - start)
 
-    async def _score(
-        self,
-        prompt: TemplatedPrompt,
-        completion: SampledCompletion,
-        sample: int,
-        seed: int,
-        started_at: str,
-        seconds: float,
-    ) -> Trajectory | None:
-        if completion.finish_reason == "abort":
-            self._counters.drop("finish reason abort")
-            return None
-        text = self._prompts.text_of(completion.token_ids)
+    async def _score(self, prompt: TemplatedPrompt, completion: Completion) -> Trajectory | None:
+        text = self._prompts.text_of(completion.completion_token_ids)
+        reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
         try:
-            reward = await self._rewards.score(prompt.prompt, text, completion.finish_reason)
+            reward = await self._rewards.score(prompt.prompt, text, reason)
         except RewardFailed as error:
             self._counters.drop(str(error))
             return None
         return Trajectory(
-            sample=sample,
-            prompt_token_ids=prompt.token_ids,
-            completion_token_ids=completion.token_ids,
-            behaviour_logprobs=completion.logprobs,
-            policy_versions=completion.policy_versions,
-            loss_mask=(True,) * len(completion.token_ids),
+            **{field.name: getattr(completion, field.name) for field in fields(Completion)},
             reward=float(reward.total),
             reward_parts={name: float(value) for name, value in reward.parts.items()},
-            finish_reason=completion.finish_reason,
-            seed=seed,
-            started_at=started_at,
-            seconds=seconds,
             completion_text=text,
         )
 

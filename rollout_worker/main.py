@@ -65,5 +65,5 @@ async def _run(
 
 async def _stop_when(stopped: asyncio.Event, worker: RolloutWorker) -> None:
     await stopped.wait()
-    logger.info("stopping: complete groups are uploaded, other leases given back")
+    logger.info("stopping: finished and partial groups are uploaded, then leases given back")
     worker.stop("drained")

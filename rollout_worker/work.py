@@ -1,7 +1,8 @@
 """Which groups this worker samples: leased from the proxy, or found alone while the proxy is away.
 
 take ─► Work ─► sampled, uploaded ─► done
-             └► cannot be sampled ──► give_back ─► the proxy issues it again
+             ├► cannot be sampled ──► give_back ─► the proxy issues it again
+             └► cut at shutdown, saved as a partial group ──► give_back, naming it ─► another worker goes on
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from bucketrl.api.client import ProxyRefused, ProxyUnavailable
 from bucketrl.api.messages import HeldLease, Lease, LeaseRequest
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import StoreError
+from bucketrl.bucket.partials import fullest
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker import fallback
@@ -44,6 +46,8 @@ class Work:
     """Sample with this version or a newer one."""
     seconds: float
     """Lease time."""
+    partial_attempt: str | None = None
+    """Attempt whose `partial/` object holds what was drawn of the group before."""
 
 
 class WorkSource:
@@ -117,6 +121,7 @@ class WorkSource:
             return []
         try:
             uploaded = await in_thread(self._list_uploaded)
+            partial = await in_thread(self._list_partial)
         except StoreError as error:
             logger.warning("cannot look for work in the bucket: %s", error)
             return []
@@ -135,6 +140,7 @@ class WorkSource:
                 group_id=keys.GroupId.from_ordinal(ordinal, size),
                 policy_version=head.version,
                 seconds=self._run.config.rollout.lease_seconds,
+                partial_attempt=partial.get(ordinal),
             )
             for ordinal in ordinals
         )
@@ -152,6 +158,14 @@ class WorkSource:
         listing = self._store.list(keys.TRAJECTORY_PREFIX, start_after=f"{keys.TRAJECTORY_PREFIX}{first}")
         parsed = filter(None, (keys.parse_trajectory(info.key) for info in listing))
         return set(takewhile(lambda n: n in ordinals, (group.ordinal(size) for group, _ in parsed)))
+
+    def _list_partial(self) -> dict[int, str]:
+        """Ordinals of the window that somebody has begun, and the attempt to go on with."""
+        size = self._run.prompts_per_epoch
+        ordinals = fallback.window(self._policy.consumed, self._run.config.max_outstanding_groups)
+        first, end = (keys.GroupId.from_ordinal(n, size) for n in (ordinals.start, ordinals.stop))
+        listing = self._store.list(keys.PARTIAL_PREFIX, start_after=f"{keys.PARTIAL_PREFIX}{first}")
+        return fullest(takewhile(lambda info: info.key < f"{keys.PARTIAL_PREFIX}{end}", listing), size)
 
     def done(self, work: Work) -> None:
         """The group is in the bucket."""
@@ -172,12 +186,13 @@ class WorkSource:
         await asyncio.sleep(work.seconds if hopeless else min(2.0**failures - 1.0, work.seconds))
         await self.give_back(work)
 
-    async def give_back(self, work: Work) -> None:
-        """Lets the proxy issue the group again at once. Without an answer the lease runs out by itself."""
+    async def give_back(self, work: Work, partial_attempt: str | None = None) -> None:
+        """Lets the proxy issue the group again at once, to be continued from `partial_attempt` if there is
+        one. Without an answer the lease runs out by itself, and the partial object is found by listing."""
         if self.held.pop(work.lease_id, None) is None:
             return
         try:
-            await self._link.call(self._link.client.release, work.lease_id, self._worker_id)
+            await self._link.call(self._link.client.release, work.lease_id, self._worker_id, partial_attempt)
         except (ProxyUnavailable, ProxyRefused) as error:
             logger.info("lease of group %s not released: %s", work.group_id, error)
 
@@ -188,4 +203,5 @@ def _work(lease: Lease) -> Work:
         group_id=keys.GroupId.parse(lease.group_id),
         policy_version=lease.policy_version,
         seconds=lease.seconds,
+        partial_attempt=lease.partial_attempt,
     )

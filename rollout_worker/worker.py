@@ -7,7 +7,7 @@
 
 `feed` leases ahead of the slots, so that the engine never waits for the proxy, and stops leasing while too
 many groups wait to be uploaded. Whatever ends the worker (the run is finished, a signal, an error), its last
-act is `_shut_down`.
+act is `_shut_down`, and `preemption.py` tells what becomes of the groups that it still holds then.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ import itertools
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from bucketrl.api.client import ProxyClient
 from bucketrl.api.messages import RolloutState
@@ -28,6 +28,7 @@ from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import encode
 from bucketrl.rollout_worker.adapters import Adapters
+from bucketrl.rollout_worker.background import Background, in_time
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.engine import Engine
@@ -35,7 +36,9 @@ from bucketrl.rollout_worker.group import GroupSampler, SampledGroup, VersionNot
 from bucketrl.rollout_worker.heartbeat import Heartbeats
 from bucketrl.rollout_worker.link import ProxyLink
 from bucketrl.rollout_worker.options import WorkerOptions
+from bucketrl.rollout_worker.partials import Partials
 from bucketrl.rollout_worker.policy import PolicyWatcher
+from bucketrl.rollout_worker.preemption import RELEASE_SHARE, Preemption
 from bucketrl.rollout_worker.prompts import Prompts, PromptTooLong, Tokenizer
 from bucketrl.rollout_worker.rewards import RewardPool
 from bucketrl.rollout_worker.uploads import PARALLEL, Upload, Uploads
@@ -46,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKLOG = 64
 """Groups generated and not uploaded; no more are leased beyond that, which bounds memory."""
-RELEASE_SHARE = 0.1
-"""Part of the grace period that is kept for learning what is held, and again for giving leases back."""
 
 EndReason = Literal["finished", "drained"]
 
@@ -82,13 +83,20 @@ class RolloutWorker:
         self._ready: asyncio.Queue[Work] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._busy = 0
-        self._complete: set[Work] = set()
+        self._complete: dict[Work, SampledGroup] = {}
         """Groups whose completions are all drawn and which are not in the bucket yet."""
+        self._cut: list[SampledGroup] = []
+        """Groups that were being sampled when the worker was told to stop."""
         self._state: Literal["starting", "running", "draining"] = "starting"
         self._starting = "starting the engine"
-        self._producers: set[asyncio.Task[None]] = set()
-        self._others: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[EndReason] = asyncio.get_running_loop().create_future()
+
+        def failed(error: BaseException) -> None:
+            if not self._ended.done():
+                self._ended.set_exception(error)
+
+        self._producers, self._sampling, self._others = (Background(failed) for _ in range(3))
+        """Stopped one after the other: nothing new, nothing drawn any more, nothing uploaded."""
 
         def finished() -> None:
             self.stop("finished")
@@ -110,6 +118,7 @@ class RolloutWorker:
         self._sampler = GroupSampler(
             engine, self._adapters, prompts, rewards, run, worker_id, self.counters, now=now, clock=loop.time
         )
+        self._partials = Partials(store, run, rng=rng)
         self._uploads = Uploads(store, link, worker_id, rng=rng, on_uploaded=self._uploaded)
         self._heartbeats = Heartbeats(
             link, self._snapshot, on_finished=finished, on_drain=lambda: self.stop("drained"), clock=loop.time
@@ -124,36 +133,25 @@ class RolloutWorker:
         """Raises the first error of any part: UserError, or what an engine that died raises."""
         reason: EndReason | None = None
         try:
-            self._spawn(self._heartbeats.run(), self._others)
+            self._others.spawn(self._heartbeats.run())
             for _ in range(PARALLEL):
-                self._spawn(self._uploads.serve(), self._others)
+                self._others.spawn(self._uploads.serve())
             for follow in (self._policy.follow_proxy(), self._policy.follow_log(), self._produce()):
-                self._spawn(follow, self._producers)
+                self._producers.spawn(follow)
             reason = await self._ended
         finally:
             await self._shut_down(finished=reason == "finished")
         return reason
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = asyncio.create_task(work)
-        tasks.add(task)
-
-        def finished(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
-                self._ended.set_exception(error)
-
-        task.add_done_callback(finished)
-
     async def _produce(self) -> None:
         await asyncio.gather(self._engine.start(), self._rewards.start())
         self._starting = "waiting for the first policy version"
-        self._spawn(self._adapters.keep_current(self._policy), self._producers)
+        self._producers.spawn(self._adapters.keep_current(self._policy))
         await self._adapters.wait_for(0)
         self._state = "running"
         for _ in range(self._options.max_groups_in_flight):
-            self._spawn(self._slot(), self._producers)
-        self._spawn(self._feed(), self._producers)
+            self._producers.spawn(self._slot())
+        self._producers.spawn(self._feed())
 
     # ---- the pipeline
 
@@ -176,7 +174,8 @@ class RolloutWorker:
             work = await self._ready.get()
             self._busy += 1
             try:
-                await self._sample(work)
+                # Outlives this slot: what it draws is collected when the slot has been stopped.
+                await asyncio.wait((self._sampling.spawn(self._sample(work)),))
             finally:
                 self._busy -= 1
                 self._changed.set()
@@ -184,15 +183,25 @@ class RolloutWorker:
     async def _sample(self, work: Work) -> None:
         attempt = f"{self._options.worker_id}-{self._incarnation}-{next(self._attempts)}"
         self._changed.set()
+        head = self._policy.head
+        partial = await self._partials.fetch(work, max(work.policy_version, head.version if head else -1))
         try:
-            group = await self._sampler.sample(work, attempt)
+            group = await self._sampler.sample(work, attempt, partial)
         except (PromptTooLong, TaskError) as error:
             self._fail(work, str(error), hopeless=True)
         except VersionNotServed as error:
             self._fail(work, str(error), hopeless=False)
         else:
-            self._complete.add(work)
-            self._spawn(self._finish(group), self._others)
+            self._sampled(group)
+
+    def _sampled(self, group: SampledGroup) -> None:
+        if not group.cut:
+            self._complete[group.work] = group
+            self._others.spawn(self._finish(group))
+        elif self._state == "draining":
+            self._cut.append(group)
+        else:
+            self._fail(group.work, "the engine aborted a request that nobody wanted aborted", hopeless=False)
 
     async def _finish(self, sampled: SampledGroup) -> None:
         work = sampled.work
@@ -212,18 +221,18 @@ class RolloutWorker:
 
     def _uploaded(self, work: Work) -> None:
         """The group is in the bucket."""
-        self._complete.discard(work)
+        self._complete.pop(work, None)
         self._source.done(work)
         self.counters.groups_uploaded += 1
         self._changed.set()
 
     def _fail(self, work: Work, reason: str, *, hopeless: bool) -> None:
-        self._complete.discard(work)
+        self._complete.pop(work, None)
         self._changed.set()
         self.counters.groups_failed += 1
         self.counters.last_problem = reason
         logger.error("group %s given back: %s", work.group_id, reason)
-        self._spawn(self._source.fail(work, hopeless=hopeless), self._producers)
+        self._producers.spawn(self._source.fail(work, hopeless=hopeless))
 
     # ---- what others see
 
@@ -258,45 +267,26 @@ class RolloutWorker:
     # ---- the end
 
     async def _shut_down(self, *, finished: bool) -> None:
-        """Takes no more work, uploads the groups whose completions are all drawn, gives the rest back.
-
-        Within the grace period; after the last step nothing is worth uploading.
-        """
+        """Takes no more work and leaves nothing behind that is not in the bucket, within the grace period.
+        After the last step nothing is worth uploading."""
         self._state = "draining"
-        deadline = self._clock() + self._options.grace_s
-        reserve = self._options.grace_s * RELEASE_SHARE
-        await _cancel(self._producers)
+        leaving = Preemption(
+            self._source, self._sampler, self._partials, self._options.grace_s, clock=self._clock
+        )
+        await self._producers.cancel()
+        if finished:
+            await self._sampling.cancel()
+        else:
+            await leaving.collect(self._sampling)
         closing = asyncio.create_task(self._engine.close())
         if not finished:
-            await self._source.settle(reserve)
-            idle = [work for work in self._source.held.values() if work not in self._complete]
-            giving = asyncio.gather(*map(self._source.give_back, idle), return_exceptions=True)
-            if not await _in_time(self._drain(), self._options.grace_s - 2 * reserve):
-                logger.warning("grace period over: %d complete groups not uploaded", len(self._complete))
-            late = asyncio.gather(*map(self._source.give_back, self._complete), return_exceptions=True)
-            await _in_time(asyncio.gather(giving, late), reserve)
+            await leaving.hand_over(self._complete, self._cut, self._drain)
         await self._rewards.close()
-        await _in_time(closing, max(deadline - self._clock(), reserve))
-        await _cancel(self._others)
+        await in_time(closing, max(leaving.left(), self._options.grace_s * RELEASE_SHARE))
+        await self._others.cancel()
 
     async def _drain(self) -> None:
         """Until every complete group is in the bucket or has failed."""
         while self._complete:
             self._changed.clear()
             await self._changed.wait()
-
-
-async def _in_time(work: Coroutine[Any, Any, Any] | asyncio.Future[Any], seconds: float) -> bool:
-    try:
-        await asyncio.wait_for(work, seconds)
-    except TimeoutError:
-        return False
-    return True
-
-
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancels all and lets them clean up; none of them is waited for longer than a second."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=1.0)

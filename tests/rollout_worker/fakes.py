@@ -173,6 +173,8 @@ class FakeProxy:
         self.requests: list[LeaseRequest] = []
         self.completed: list[tuple[str, Completion]] = []
         self.released: list[str] = []
+        self.partial: dict[int, str] = {}
+        """Newest partial attempt that a release has named, by ordinal."""
         self.heartbeats: list[Heartbeat] = []
 
     def _answer(self) -> None:
@@ -211,6 +213,7 @@ class FakeProxy:
                     ordinal=ordinal,
                     policy_version=head.version,
                     seconds=5.0,
+                    partial_attempt=self.partial.get(ordinal),
                 )
                 for ordinal in ordinals
             )
@@ -221,9 +224,11 @@ class FakeProxy:
         self._answer()
         self.completed.append((lease_id, completion))
 
-    def release(self, lease_id: str, worker_id: str) -> None:
+    def release(self, lease_id: str, worker_id: str, partial_attempt: str | None = None) -> None:
         self._answer()
         with self._lock:
+            if partial_attempt is not None:
+                self.partial[self.leased[lease_id]] = partial_attempt
             self.released.append(lease_id)
             self._again.append(self.leased[lease_id])
 
@@ -238,6 +243,17 @@ class FakeProxy:
         )
 
 
+def tokens_of_seed(request: SamplingRequest) -> tuple[int, ...]:
+    """New tokens of a request: how many and which depends on its seed alone."""
+    digest = hashlib.sha256(str(request.seed).encode()).digest()
+    return tuple(digest[1 : 2 + digest[0] % request.max_tokens])
+
+
+def logprob_of(token: int, version: int) -> float:
+    """Under the fake engine; exact in float32."""
+    return -0.25 - token / 256 - version / 64
+
+
 class FakeEngine:
     """Draws tokens from the request's seed. `score` returns what the adapter's files say."""
 
@@ -248,8 +264,13 @@ class FakeEngine:
         self.serves_base = 0
         """How many more times the base model is served instead of the adapter."""
         self.before_draw: Callable[[SamplingRequest], Awaitable[None]] | None = None
+        self.tokens: Callable[[SamplingRequest], tuple[int, ...]] = tokens_of_seed
+        """All that an undisturbed request draws."""
+        self.drawn: Callable[[SamplingRequest], int] = lambda request: 0
+        """Of these, how many an aborted request has drawn; it never is all of them."""
         self.requests: list[SamplingRequest] = []
         self.running: set[str] = set()
+        self._aborts: dict[str, asyncio.Event] = {}
         self.removed: list[int] = []
         self.closed = False
 
@@ -270,22 +291,44 @@ class FakeEngine:
             raise KeyError(request.policy_version)
         self.requests.append(request)
         self.running.add(request.request_id)
+        self._aborts[request.request_id] = asyncio.Event()
         try:
             await asyncio.sleep(0.001)
-            if self.before_draw is not None:
-                await self.before_draw(request)
+            aborted = await self._wait(request)
         finally:
             self.running.remove(request.request_id)
+            del self._aborts[request.request_id]
         # A version may go only when no request uses it.
         assert request.policy_version in self.folders
-        digest = hashlib.sha256(str(request.seed).encode()).digest()
-        length = 1 + digest[0] % request.max_tokens
+        tokens = self.tokens(request)
+        if aborted:
+            tokens = tokens[: min(self.drawn(request), len(tokens) - 1)]
+        ended: FinishReason = "length" if len(tokens) == request.max_tokens else "stop"
         return SampledCompletion(
-            token_ids=tuple(digest[1 : 1 + length]),
-            logprobs=(-0.5,) * length,
-            policy_versions=(request.policy_version,) * length,
-            finish_reason="length" if length == request.max_tokens else "stop",
+            token_ids=tokens,
+            logprobs=tuple(logprob_of(token, request.policy_version) for token in tokens),
+            policy_versions=(request.policy_version,) * len(tokens),
+            finish_reason="abort" if aborted else ended,
         )
+
+    async def _wait(self, request: SamplingRequest) -> bool:
+        """For `before_draw` or an abort; whether it was the latter."""
+        if self.before_draw is None:
+            return False
+        abort = asyncio.ensure_future(self._aborts[request.request_id].wait())
+        draw = asyncio.ensure_future(self.before_draw(request))
+        try:
+            await asyncio.wait((abort, draw), return_when=asyncio.FIRST_COMPLETED)
+            if draw.done():
+                draw.result()
+            return not draw.done()
+        finally:
+            abort.cancel()
+            draw.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._aborts:
+            self._aborts[request_id].set()
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
         assert token_ids == CANARY_TOKENS
@@ -350,7 +393,7 @@ class FakeTokenizer:
 
 
 class FlakyStore(MemoryStore):
-    """Fails puts of trajectories while `broken`."""
+    """Fails puts of trajectories and partial groups while `broken`."""
 
     def __init__(self) -> None:
         super().__init__("flaky")
@@ -358,7 +401,7 @@ class FlakyStore(MemoryStore):
         self.failures = 0
 
     def put(self, key: str, data: bytes) -> None:
-        if self.broken and key.startswith(keys.TRAJECTORY_PREFIX):
+        if self.broken and key.startswith((keys.TRAJECTORY_PREFIX, keys.PARTIAL_PREFIX)):
             self.failures += 1
             raise StoreError(f"{key}: 503")
         super().put(key, data)
