@@ -25,6 +25,9 @@ from bucketrl.bucket.stores.download import new_file
 from bucketrl.bucket.stores.s3_errors import FAILURES, from_code, translate
 
 logger = logging.getLogger(__name__)
+for _writes_headers in ("botocore.auth", "botocore.endpoint"):
+    # At DEBUG they log whole requests, the session token included.
+    logging.getLogger(_writes_headers).setLevel(logging.WARNING)
 
 T = TypeVar("T")
 
@@ -34,6 +37,10 @@ PART_BYTES = 8 << 20
 """Of a multipart upload; files of more than two parts are sent so."""
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 4
+UPLOAD_ATTEMPTS = 3
+"""Multipart uploads of one file, if they vanish before they are completed."""
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
 _KINDS: dict[str, RequestKind] = {"put_object": "put", "head_object": "info"}
 """Of operations sent by `_call`; all others belong to a multipart upload."""
 
@@ -65,8 +72,8 @@ class S3Store:
             endpoint_url=endpoint_url,
             config_kwargs={
                 "retries": {"total_max_attempts": 1, "mode": "standard"},
-                "connect_timeout": 10,
-                "read_timeout": 60,
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "read_timeout": READ_TIMEOUT_S,
                 # Compatible services do not all know the newer checksum trailers.
                 "request_checksum_calculation": "when_required",
                 "response_checksum_validation": "when_required",
@@ -97,14 +104,11 @@ class S3Store:
         if size <= 2 * PART_BYTES:
             self.put(key, path.read_bytes())
             return
-        upload = self._call("create_multipart_upload", key)["UploadId"]
-        try:
-            parts = self._upload_parts(key, upload, path, size)
-            self._complete(key, upload, parts, size)
-            self.requests.moved(up=size)
-        except BucketrlError:
-            self._abort(key, upload)
-            raise
+        for _ in range(UPLOAD_ATTEMPTS):
+            if self._put_parts(key, path, size):
+                self.requests.moved(up=size)
+                return
+        raise StoreError(f"{self.url}: {key}: its multipart upload vanishes again and again")
 
     def get_file(self, key: str, path: Path) -> None:
         with new_file(path):
@@ -165,6 +169,20 @@ class S3Store:
         for failure in reply.get("Errors", ()):
             raise from_code(self.url, failure.get("Key", ""), failure.get("Code", ""))
 
+    def _put_parts(self, key: str, path: Path, size: int) -> bool:
+        """False if the upload is gone: completed by an attempt whose reply was lost, or aborted by somebody
+        (`sweep`). The object does not tell which, since an older one may have its size."""
+        upload = self._call("create_multipart_upload", key)["UploadId"]
+        try:
+            parts = self._upload_parts(key, upload, path, size)
+            self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts})
+        except NotFound:
+            return False
+        except BucketrlError:
+            self._abort(key, upload)
+            raise
+        return True
+
     def _upload_parts(self, key: str, upload: str, path: Path, size: int) -> Sequence[dict[str, Any]]:
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
 
@@ -177,14 +195,6 @@ class S3Store:
 
         with ThreadPoolExecutor(UPLOAD_THREADS) as pool:
             return list(pool.map(send, range(1, -(-size // part_bytes) + 1)))
-
-    def _complete(self, key: str, upload: str, parts: Sequence[dict[str, Any]], size: int) -> None:
-        try:
-            self._call("complete_multipart_upload", key, UploadId=upload, MultipartUpload={"Parts": parts})
-        except NotFound:
-            # The upload is gone: completed by an attempt whose reply was lost, or aborted by somebody.
-            if self.size(key) != size:
-                raise StoreError(f"{self.url}: {key}: the multipart upload was aborted elsewhere") from None
 
     def _abort(self, key: str, upload: str) -> None:
         try:
