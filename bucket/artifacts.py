@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bucketrl.bucket import keys
-from bucketrl.bucket.errors import IntegrityError, NotFound
+from bucketrl.bucket.errors import IntegrityError, Missing, NotFound
 from bucketrl.bucket.pause import pause
 from bucketrl.bucket.records import FileRef, sha256_hex
 from bucketrl.bucket.store import Store
@@ -103,7 +103,7 @@ def _with_retries(attempt: Callable[[], T], ref: FileRef, sleep: Callable[[float
         try:
             return attempt()
         except NotFound:
-            problem = IntegrityError(f"{ref.key}: the log names it, but it is not in the bucket")
+            problem: IntegrityError = Missing(f"{ref.key}: the log names it, but it is not in the bucket")
         except IntegrityError as error:
             problem = error
         delay = next(delays, None)

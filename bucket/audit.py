@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bucketrl.bucket import keys
-from bucketrl.bucket.audit_checks import Check, checks_of
-from bucketrl.bucket.errors import IntegrityError, NotFound, UserError
+from bucketrl.bucket.audit_checks import MISSING, Check, checks_of, snapshot_checks
+from bucketrl.bucket.errors import IntegrityError, Missing, NotFound, UserError
+from bucketrl.bucket.gc import newest_boundary
 from bucketrl.bucket.log import LogReader, LogViolation
 from bucketrl.bucket.records import Consumed, RunRecord, StartRecord, StepRecord, decode
+from bucketrl.bucket.retention import CHECKPOINTS_KEPT, least_keep
 from bucketrl.bucket.store import Store
 
 THREADS = 16
@@ -51,6 +53,10 @@ class AuditReport:
     quarantined: int = 0
     orphans: int = 0
     """Files of adapters and checkpoints that no commit names."""
+    boundary: int = 0
+    """Step up to which garbage collection may have removed what commits name; 0: nowhere."""
+    collected: int = 0
+    """Objects that it has removed; whatever is there is verified."""
 
 
 def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> AuditReport:
@@ -64,11 +70,24 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
         raise UserError(f"{store.url} holds no run: {keys.RUN} is missing; give the URL of a run") from None
     except IntegrityError as error:
         return AuditReport("", (Violation(1, keys.RUN, str(error)),))
+    pointers = _snapshots(store)  # listed first: each must point into the log that is read now
     reader = LogReader(store, run)
-    records, violations = _read_log(reader)
-    violations += _gaps(store, reader.state.next_seq)
+    records, broken = _read_log(reader)
+    violations = broken + _gaps(store, reader.state.next_seq)
+    if broken:
+        pointers = [seq for seq in pointers if seq < len(records)]
     commits = [record for record in records if isinstance(record, StepRecord)]
-    violations += _verify(list(checks_of(store, run, commits)), progress)
+    checks = [*snapshot_checks(store, run, pointers, records, reader.state.head_sha256)]
+    checks += checks_of(store, run, commits)
+    present, absent = _without_absent(store, checks, _boundary(store, run)[0])
+    refuted, missing = _verify(present, progress)
+    # Read again at the end: a run that goes on has its garbage collected meanwhile.
+    boundary, doubtful = _boundary(store, run)
+    if not broken:
+        reader.refresh()
+        doubtful += _too_high(boundary, reader, run)
+    lost = [check for check in missing if not _may_be_gone(check, boundary, reader)]
+    violations += refuted + doubtful + [Violation(check.invariant, check.key, MISSING) for check in lost]
     uploads = _Uploads.of(store, run, commits)
     orphans, notes = _leftovers(store, commits)
     return AuditReport(
@@ -83,6 +102,8 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
         duplicates=uploads.duplicates,
         quarantined=uploads.quarantined,
         orphans=orphans,
+        boundary=boundary,
+        collected=absent + len(missing) - len(lost),
     )
 
 
@@ -107,22 +128,69 @@ def _gaps(store: Store, next_seq: int) -> list[Violation]:
     return []
 
 
-def _verify(checks: Sequence[Check], progress: Callable[[int, int], None] | None) -> list[Violation]:
-    found: list[Violation] = []
+def _snapshots(store: Store) -> list[int]:
+    listed = [keys.parse_snapshot(info.key) for info in store.list(keys.SNAPSHOT_PREFIX)]
+    return [seq for seq in listed if seq is not None]
+
+
+def _boundary(store: Store, run: RunRecord) -> tuple[int, list[Violation]]:
+    try:
+        return newest_boundary(store, run), []
+    except IntegrityError as error:
+        return 0, [Violation(8, keys.BOUNDARY_PREFIX, f"{error}; nothing counts as collected")]
+
+
+def _too_high(boundary: int, reader: LogReader, run: RunRecord) -> list[Violation]:
+    newest = reader.state.step.step if reader.state.step else 0
+    least = least_keep(run.config)
+    if boundary == 0 or boundary + least <= newest:
+        return []
+    message = f"the newest step is {newest} and {least} must be kept: what it names is still needed"
+    return [Violation(8, keys.boundary(boundary), message)]
+
+
+def _without_absent(store: Store, checks: Sequence[Check], boundary: int) -> tuple[list[Check], int]:
+    """Without those that need not be asked for one by one: collected, by a listing. And how many."""
+    if boundary == 0:
+        return list(checks), 0
+    prefixes = (keys.POLICY_PREFIX, keys.BATCH_PREFIX, keys.TRAJECTORY_PREFIX)
+    listed = {info.key for prefix in prefixes for info in store.list(prefix)}
+    kept = [check for check in checks if not 0 < check.step <= boundary or check.key in listed]
+    return kept, len(checks) - len(kept)
+
+
+def _may_be_gone(check: Check, boundary: int, reader: LogReader) -> bool:
+    """Whether garbage collection may remove what `check` is about, by what is known of the log now."""
+    if check.invariant == 6:  # a checkpoint
+        newest = reader.state.step
+        return newest is not None and newest.step >= check.step + CHECKPOINTS_KEPT
+    return 0 < check.step <= boundary
+
+
+def _verify(
+    checks: Sequence[Check], progress: Callable[[int, int], None] | None
+) -> tuple[list[Violation], list[Check]]:
+    """What does not hold, and what is not there."""
+    refuted: list[Violation] = []
+    missing: list[Check] = []
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(checks), WINDOW):
             window = checks[start : start + WINDOW]
-            found += [violation for violation in pool.map(_refute, window) if violation]
+            for check, error in zip(window, pool.map(_refute, window), strict=True):
+                if isinstance(error, Missing):
+                    missing.append(check)
+                elif error:
+                    refuted.append(Violation(check.invariant, check.key, str(error)))
             if progress:
                 progress(start + len(window), len(checks))
-    return found
+    return refuted, missing
 
 
-def _refute(check: Check) -> Violation | None:
+def _refute(check: Check) -> IntegrityError | None:
     try:
         check.run()
     except IntegrityError as error:
-        return Violation(check.invariant, check.key, str(error))
+        return error
     return None
 
 
@@ -183,5 +251,10 @@ def _leftovers(store: Store, commits: Sequence[StepRecord]) -> tuple[int, list[s
             notes.append(f"{info.key}: foreign key")
         elif step > newest:
             notes.append(f"{info.key}: written ahead, not committed yet")
-    notes += [f"{i.key}: foreign key" for i in store.list(keys.LOG_PREFIX) if keys.parse_log(i.key) is None]
+    for prefix, parse in (
+        (keys.LOG_PREFIX, keys.parse_log),
+        (keys.SNAPSHOT_PREFIX, keys.parse_snapshot),
+        (keys.BOUNDARY_PREFIX, keys.parse_boundary),
+    ):
+        notes += [f"{info.key}: foreign key" for info in store.list(prefix) if parse(info.key) is None]
     return len(present - named), notes

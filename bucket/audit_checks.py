@@ -4,14 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from bucketrl.bucket import keys
-from bucketrl.bucket.errors import IntegrityError, NotFound
+from bucketrl.bucket import keys, snapshots
+from bucketrl.bucket.errors import IntegrityError, Missing, NotFound
 from bucketrl.bucket.records import (
     BatchRecord,
     FileRef,
     GroupRef,
     RunRecord,
     SkippedGroup,
+    StartRecord,
     StepRecord,
     decode,
     sha256_hex,
@@ -20,13 +21,17 @@ from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.bucket.trajectories import decode as decode_group
 
+MISSING = "missing, but a commit names it"
+
 
 class Check(NamedTuple):
-    """One thing to verify; `run` raises IntegrityError if it does not hold."""
+    """One thing to verify; `run` raises IntegrityError if it does not hold, Missing if there is no object."""
 
     invariant: int
     key: str
     run: Callable[[], object]
+    step: int
+    """Of the commit that names it; 0 for what is never collected."""
 
 
 def checks_of(store: Store, run: RunRecord, commits: Sequence[StepRecord]) -> Iterator[Check]:
@@ -36,25 +41,59 @@ def checks_of(store: Store, run: RunRecord, commits: Sequence[StepRecord]) -> It
     for commit in commits:
         folder = keys.policy(commit.policy.version, commit.epoch)
         for file in commit.policy.files:
-            yield Check(5, file.key, partial(_check_artifact, store, file, folder))
-        yield Check(5, keys.log(commit.seq), partial(_check_canary, commit))
+            yield Check(5, file.key, partial(_check_artifact, store, file, folder), commit.step)
+        yield Check(5, keys.log(commit.seq), partial(_check_canary, commit), 0)
         if commit is commits[-1]:
             folder = keys.checkpoint(commit.step, commit.epoch)
             for file in commit.checkpoint.files:
-                yield Check(6, file.key, partial(_check_artifact, store, file, folder))
+                yield Check(6, file.key, partial(_check_artifact, store, file, folder), commit.step)
         if commit.batch is not None:
-            yield Check(1, commit.batch.key, partial(_check_batch, store, commit, commit.batch))
+            check_batch = partial(_check_batch, store, commit, commit.batch)
+            yield Check(1, commit.batch.key, check_batch, commit.step)
         groups: list[GroupRef | SkippedGroup] = [*commit.groups, *commit.skipped]
         for group in groups:
-            yield Check(4, group.file.key, partial(_check_group, store, run, commit, step_of, newest, group))
+            check_group = partial(_check_group, store, run, commit, step_of, newest, group)
+            yield Check(4, group.file.key, check_group, commit.step)
         newest = commit.policy.version
+
+
+def snapshot_checks(
+    store: Store,
+    run: RunRecord,
+    seqs: Sequence[int],
+    records: Sequence[StartRecord | StepRecord],
+    head_sha256: str,
+) -> Iterator[Check]:
+    """The snapshots at `seqs`, against the whole log."""
+    digests = [record.parent_sha256 for record in records[1:]] + [head_sha256]
+    commits = {
+        record.seq: digest
+        for record, digest in zip(records, digests, strict=False)
+        if isinstance(record, StepRecord)
+    }
+    for seq in seqs:
+        yield Check(1, keys.snapshot(seq), partial(_check_snapshot, store, run, seq, commits.get(seq)), 0)
+
+
+def _check_snapshot(store: Store, run: RunRecord, seq: int, digest: str | None) -> None:
+    """`digest`: of the commit with this sequence number, None if there is none."""
+    try:
+        snapshot = snapshots.check(store.get(keys.snapshot(seq)), run.run_id, seq)
+    except NotFound:
+        return  # collected since it was listed
+    if digest is None:
+        raise IntegrityError(f"{keys.log(seq)} is no commit")
+    if snapshot.record_sha256 != digest:
+        raise IntegrityError(
+            f"says that {keys.log(seq)} has sha256 {snapshot.record_sha256}, it has {digest}"
+        )
 
 
 def _read(store: Store, ref: FileRef) -> bytes:
     try:
         data = store.get(ref.key)
     except NotFound:
-        raise IntegrityError("missing, but a commit names it") from None
+        raise Missing(MISSING) from None
     if (len(data), sha256_hex(data)) != (ref.size, ref.sha256):
         raise IntegrityError(
             f"{len(data)} bytes with sha256 {sha256_hex(data)}, the commit says {ref.size} and {ref.sha256}"

@@ -7,6 +7,7 @@ BucketrlError
 │   ├── AlreadyExists  create-if-absent found an object
 │   └── Unsupported    the store lacks this primitive; choose another way, do not approximate it
 ├── IntegrityError     an object is torn, foreign or corrupt: quarantine it, never train on it
+│   └── Missing        an object is named by a commit and is not there
 └── Fenced             a newer learner owns the run: stop at once, change nothing
 """
 
@@ -37,6 +38,10 @@ class Unsupported(StoreError):
 
 class IntegrityError(BucketrlError):
     """An object's size, digest, schema or run does not match what names it."""
+
+
+class Missing(IntegrityError):
+    """A commit names an object that is not in the bucket."""
 
 
 class Fenced(BucketrlError):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bucketrl.bucket import keys, snapshots
+from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.records import Consumed, FileRef, RunRecord, StepRecord
 from bucketrl.bucket.store import ObjectInfo
@@ -32,14 +33,14 @@ LISTED = (
 """Where `collectable` looks. Everything else (`run.json`, `log/`, `evaluations/`, foreign keys) stays."""
 
 
-def least_keep(run: RunRecord) -> int:
+def least_keep(config: RunConfig) -> int:
     """Fewest commits that must stay: any version that a token may still be trained with, and two more."""
-    return run.config.algorithm.max_staleness + 2
+    return config.algorithm.max_staleness + 2
 
 
-def resolve_keep(run: RunRecord, asked: int | None) -> int:
+def resolve_keep(config: RunConfig, asked: int | None) -> int:
     """How many commits to keep; 0: all. None asks for the default. Raises UserError for too few."""
-    least = least_keep(run)
+    least = least_keep(config)
     if asked is None:
         return max(DEFAULT_KEEP, least)
     if 0 < asked < least:

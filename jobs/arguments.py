@@ -4,6 +4,7 @@ command names the function that runs it, which is imported when it is called.
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -50,6 +51,7 @@ def _add_run(verbs: Verbs) -> None:
     verb.add_argument("--port", type=port, default=0, metavar="P", help="of the proxy; default: any free one")
     verb.add_argument("--groups-in-flight", type=positive, default=8, metavar="N", help="of each worker")
     verb.add_argument("--kv-cache-mb", type=positive, metavar="N", help="default: the engine decides")
+    _add_keep(verb, whole)
     verb.add_argument("--evaluate", type=positive, metavar="N", help="held-out problems, before and after")
     verb.add_argument("--plot", type=Path, metavar="PNG", help="default: runs/<name>/reward.png")
     verb.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
@@ -87,8 +89,9 @@ def _add_roles(verbs: Verbs) -> None:
     verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     verb.add_argument("--threads", type=positive, metavar="N", help="of the CPU; default: torch decides")
     verb.add_argument(
-        "--poll", type=above_zero, default=0.5, metavar="S", help="between listings for new groups"
+        "--poll", type=above_zero, default=2.0, metavar="S", help="between listings where no proxy tells of uploads"
     )
+    _add_keep(verb, whole)
 
 
 def _add_measurements(verbs: Verbs) -> None:
@@ -125,6 +128,12 @@ def _add_inspection(verbs: Verbs) -> None:
     verb.set_defaults(command="inspect_commands:run_audit")
     verb.add_argument("bucket", metavar="BUCKET_URL")
 
+    verb = verbs.add_parser("gc", help="remove what older commits needed; a learner does it by itself")
+    verb.set_defaults(command="inspect_commands:run_gc")
+    verb.add_argument("bucket", metavar="BUCKET_URL")
+    _add_keep(verb, positive)
+    verb.add_argument("--dry-run", action="store_true", help="only show what would go")
+
     verb = verbs.add_parser("report", help="summary, plot and benchmark record of a run")
     verb.set_defaults(command="inspect_commands:run_report")
     verb.add_argument("bucket", metavar="BUCKET_URL")
@@ -139,6 +148,16 @@ def _add_inspection(verbs: Verbs) -> None:
     verb.add_argument("target", metavar="EMPTY_BUCKET_URL")
 
 
+def _add_keep(verb: Parser, number: Callable[[str], int]) -> None:
+    everything = "; 0 keeps everything" if number is whole else ""
+    verb.add_argument(
+        "--keep",
+        type=number,
+        metavar="N",
+        help="commits whose trajectories, batches and adapters stay in the bucket; default: 64" + everything,
+    )
+
+
 def _add_member(verb: Parser, flag: str) -> None:
     verb.add_argument(
         flag, dest="member_id", type=member_id, metavar="ID", help="default: host name and a random part"
@@ -151,6 +170,12 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return value
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+    return int(text)
 
 
 def port(text: str) -> int:

@@ -1,20 +1,29 @@
-"""`bucketrl status | audit | report | replay`: looking at a run; none of them changes it."""
+"""`bucketrl status | audit | report | replay`: looking at a run; none of them changes it. `bucketrl gc`: removing
+what nobody needs.
+"""
 
 import argparse
 import os
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from bucketrl.api.client import ProxyClient
 from bucketrl.api.messages import RunStatus
 from bucketrl.bucket.audit import AuditReport, audit
+from bucketrl.bucket.counting import HF_LIMIT, HF_WINDOW_S
+from bucketrl.bucket.gc import GarbageCollector, Report, Tally
+from bucketrl.bucket.retention import resolve_keep
 from bucketrl.bucket.stores import open_store
 from bucketrl.jobs import report
 from bucketrl.jobs.progress import bar
-from bucketrl.jobs.role_commands import READ_TOKEN, WORKER_TOKEN
-from bucketrl.jobs.runs import load_model, open_run
+from bucketrl.jobs.role_commands import READ_TOKEN, WORKER_TOKEN, new_member_id
+from bucketrl.jobs.runs import load_model, open_run, read_state
 
 RESULTS = Path("benchmarks/results")
+NEAR = 0.8
+"""Part of a limit from which on people are warned."""
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -33,6 +42,24 @@ def run_audit(arguments: argparse.Namespace) -> int:
         found = audit(open_store(arguments.bucket), progress=progress)
     print(_audit_text(found))
     return 1 if found.violations else 0
+
+
+def run_gc(arguments: argparse.Namespace) -> int:
+    store = open_store(arguments.bucket)
+    run = open_run(store)
+    collector = GarbageCollector(
+        store,
+        run,
+        keep=resolve_keep(run.config, arguments.keep),
+        collector_id=new_member_id(),
+        now=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"),
+        clock=time.monotonic,
+    )
+    state = read_state(store, run)
+    with bar("collecting", "objects") as progress:
+        found = collector.collect(state, dry_run=arguments.dry_run, progress=progress)
+    print(_gc_text(found, dry_run=arguments.dry_run))
+    return 0
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -85,8 +112,20 @@ def _status_text(status: RunStatus) -> str:
             f"{leases.max_outstanding_groups} groups outstanding, {leases.reissued_total} issued again",
             f"  throughput {status.rollout_tokens_per_second:.0f} sampled tokens/s, "
             f"{status.steps_per_minute:.1f} steps/min",
+            f"  bucket     {status.store_requests_per_minute:.0f} requests/min",
+            *_near_the_limit(status),
         ]
     )
+
+
+def _near_the_limit(status: RunStatus) -> list[str]:
+    rate = status.store_requests_per_minute * HF_WINDOW_S / 60
+    if not status.bucket.startswith("hf://") or rate <= NEAR * HF_LIMIT:
+        return []
+    return [
+        f"  WARNING    {rate:.0f} API requests in 5 minutes; Hugging Face allows {HF_LIMIT} to a PRO account: use "
+        "fewer workers, more groups a step, or the S3 gateway"
+    ]
 
 
 def _audit_text(found: AuditReport) -> str:
@@ -97,10 +136,26 @@ def _audit_text(found: AuditReport) -> str:
         f"{found.skipped} skipped, {found.unconsumed} not consumed yet, {found.duplicates} losing attempts, "
         f"{found.quarantined} quarantined"
     )
+    if found.boundary:
+        lines.append(
+            f"garbage collection: steps 1 to {found.boundary}; {found.collected} objects that they name are gone"
+        )
     lines.append(
         f"{len(found.violations)} violations" if found.violations else "clean: every invariant holds"
     )
     return "\n".join(lines)
+
+
+def _gc_text(found: Report, *, dry_run: bool) -> str:
+    def shown(tally: Tally) -> str:
+        return f"{tally.objects} objects, {tally.bytes / 1e6:.1f} MB"
+
+    verb, be = ("would remove", "would be") if dry_run else ("removed", "are")
+    lines = [f"  {prefix:<14}{shown(tally)}" for prefix, tally in sorted(found.removed.items())]
+    if found.unfinished:
+        lines.append(f"  {found.unfinished} unfinished uploads of dead writers")
+    where = f"; steps 1 to {found.boundary} {be} collected" if found.boundary else ""
+    return "\n".join([f"{verb} {shown(found.total)}{where}", *lines])
 
 
 def _say(line: str) -> None:

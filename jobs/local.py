@@ -50,6 +50,8 @@ class LocalOptions:
     """For log files and the token that people need."""
     groups_in_flight: int
     kv_cache_mb: int | None
+    keep: int | None
+    """Commits that stay in the bucket; see `bucketrl learner --keep`."""
 
 
 @dataclass
@@ -147,10 +149,13 @@ def _children(options: LocalOptions, port: int, url: str, tokens: dict[str, str]
     rollout += ["--groups-in-flight", str(options.groups_in_flight)]
     if options.kv_cache_mb is not None:
         rollout += ["--kv-cache-mb", str(options.kv_cache_mb)]
+    learner = ["learner", *where, "--proxy", url, "--poll", "0.2"]
+    if options.keep is not None:
+        learner += ["--keep", str(options.keep)]
     return [
         child("proxy", "proxy", *where, "--host", HOST, "--port", str(port)),
         *(child(f"rollout-{number}", *rollout) for number in range(options.workers)),
-        child("learner", "learner", *where, "--proxy", url, "--poll", "0.2"),
+        child("learner", *learner),
     ]
 
 

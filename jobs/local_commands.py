@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.records import RunRecord
+from bucketrl.bucket.retention import resolve_keep
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
 from bucketrl.jobs import report
@@ -23,6 +24,7 @@ RESULTS = Path("benchmarks/results")
 
 def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
+    resolve_keep(config, arguments.keep)  # what the learner would refuse
     folder = RUNS / config.name
     bucket = arguments.bucket or str(folder / "bucket")
     options = LocalOptions(
@@ -33,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder=folder,
         groups_in_flight=arguments.groups_in_flight,
         kv_cache_mb=arguments.kv_cache_mb,
+        keep=arguments.keep,
     )
     store = open_store(bucket)
     record = join(store, config)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bucketrl.bucket import artifacts, keys
 from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.gc import newest_boundary
 from bucketrl.bucket.records import RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.jobs.runs import read_log
@@ -35,6 +36,12 @@ def replay(
     source: Store, target: Store, run: RunRecord, *, model_path: Path, progress: Callable[[str], None]
 ) -> tuple[int, list[Difference]]:
     """(versions compared, differences). `target` must be empty. Raises UserError."""
+    boundary = newest_boundary(source, run)
+    if boundary:
+        raise UserError(
+            f"bucket {source.url}: garbage collection has removed what steps 1 to {boundary} trained on, and a "
+            "replay begins with step 1; keep everything with: bucketrl learner --keep 0"
+        )
     if any(True for _ in target.list("")):
         raise UserError(f"bucket {target.url}: is not empty; give a fresh one for the replay")
     commits = _commits(source, run)
@@ -51,7 +58,7 @@ def replay(
     )
     with tempfile.TemporaryDirectory() as scratch:
         options = LearnerOptions(
-            learner_id="replay", cache_dir=Path(scratch), device="cpu", threads=environment.threads
+            learner_id="replay", cache_dir=Path(scratch), device="cpu", threads=environment.threads, keep=0
         )
         run_learner(target, shorter, model_path=model_path, client=None, options=options)
     return len(commits), compare(commits, _commits(target, shorter))

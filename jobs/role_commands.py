@@ -89,6 +89,7 @@ def learner(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         poll_s=arguments.poll,
         threads=arguments.threads or 0,
+        keep=arguments.keep,
     )
     run_learner(store, run, model_path=model_path, client=client, options=options)
     return 0

@@ -11,7 +11,7 @@ import bucketrl
 from bucketrl.bucket import conditional, keys
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import IntegrityError, NotFound, StoreError, UserError
-from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log import LogReader, LogState
 from bucketrl.bucket.probe import probe
 from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord, decode
 from bucketrl.bucket.store import Store, Tier
@@ -112,12 +112,17 @@ def read_log(store: Store, run: RunRecord) -> list[StartRecord | StepRecord]:
     return records
 
 
-def is_finished(store: Store, run: RunRecord) -> bool:
-    """Whether the last step is committed."""
+def read_state(store: Store, run: RunRecord) -> LogState:
+    """What the log says now, from its newest snapshot. Raises as `read_log` does."""
     reader = LogReader(store, run, from_snapshot=True)
     while reader.refresh():
         pass  # only the state counts
-    step = reader.state.step
+    return reader.state
+
+
+def is_finished(store: Store, run: RunRecord) -> bool:
+    """Whether the last step is committed."""
+    step = read_state(store, run).step
     return step is not None and step.step >= run.config.algorithm.steps
 
 

@@ -23,18 +23,22 @@ import torch
 
 from bucketrl.api.client import ProxyClient, ProxyUnavailable
 from bucketrl.bucket import conditional, keys
+from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.log import LogReader, LogWriter
 from bucketrl.bucket.probe import probe
 from bucketrl.bucket.records import RunRecord
+from bucketrl.bucket.retention import resolve_keep
 from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store, Tier
 from bucketrl.learner.batches import Batches
 from bucketrl.learner.heartbeat import Heartbeats
+from bucketrl.learner.housekeeping import Housekeeping
 from bucketrl.learner.intake import Intake
 from bucketrl.learner.loop import Learner
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
+from bucketrl.learner.pacing import Arrivals
 from bucketrl.learner.parts import Stopped
 from bucketrl.learner.publish import Publisher
 from bucketrl.learner.trainer import Trainer
@@ -54,11 +58,15 @@ class LearnerOptions:
     """Scratch space: adapters and checkpoints on their way to the bucket."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: the GPU if there is one."""
-    poll_s: float = 0.5
-    """Seconds between two listings while groups arrive; up to four times as long while none do."""
+    poll_s: float = 2.0
+    """Seconds between two listings while groups arrive that no proxy tells of; up to four times as long while none
+    do."""
     threads: int = 0
     """CPU threads of torch; 0 leaves its own choice (OMP_NUM_THREADS, else the cores). Recorded in the
     checkpoint: the rounding depends on it."""
+    keep: int | None = None
+    """Commits whose trajectories, batches and adapters stay in the bucket; 0 keeps everything, None is the
+    default of `bucket/retention.py`."""
 
 
 def run_learner(
@@ -74,12 +82,18 @@ def run_learner(
     Raises UserError for what the user must change (nothing is written if it shows at the start), Fenced if
     another learner has taken over, StoreError if the store fails for good.
     """
+    keep = resolve_keep(run.config, options.keep)
     stop = threading.Event()
     device = _set_up_torch(options, run.config.seed)
     with (
         scratch_folder(options.cache_dir, "learner-") as staging,
         _stop_on_signals(stop),
-        Heartbeats(client, options.learner_id, on_drain=stop.set) as heartbeats,
+        Heartbeats(
+            client,
+            options.learner_id,
+            on_drain=stop.set,
+            store_requests=lambda: requests_of(store).total,
+        ) as heartbeats,
     ):
         logger.info("loading %s on %s", run.config.model.id, device)
         policy = PolicyModel.load(model_path, run.config, device)
@@ -93,24 +107,29 @@ def run_learner(
             now=_now,
             on_refused=lambda group, attempt, _: heartbeats.quarantined(str(group), attempt),
         )
+        log = LogWriter(
+            LogReader(store, run, from_snapshot=True),
+            appender(store, tier, client, stop),
+            now=_now,
+            new_id=_new_id,
+        )
         learner = Learner(
             run=run,
-            log=LogWriter(
-                LogReader(store, run, from_snapshot=True),
-                appender(store, tier, client, stop),
-                now=_now,
-                new_id=_new_id,
-            ),
+            log=log,
             trainer=Trainer(policy, optimizer),
             publisher=Publisher(store, run, policy, optimizer, staging),
             intake=intake,
             batches=Batches(store, tier, intake, new_id=_new_id),
             heartbeats=heartbeats,
             stop=stop,
-            poll_s=options.poll_s,
+            arrivals=Arrivals(client.uploads if client else None, poll_s=options.poll_s, stop=stop),
+        )
+        housekeeping = Housekeeping(
+            store, run, lambda: log.state, keep=keep, learner_id=options.learner_id, now=_now
         )
         try:
-            learner.learn(options.learner_id)
+            with housekeeping:
+                learner.learn(options.learner_id)
         except Stopped as stopped:
             logger.info("%s; the next learner goes on from the last commit", stopped)
 

@@ -17,6 +17,8 @@ from bucketrl.jobs.arguments import parse
         (["rollout", "--bucket", "b", "--proxy", "p", "--grace", "nan"], ("--grace", "'nan'")),
         (["rollout", "--bucket", "b", "--proxy", "p", "--gpu-memory-utilization", "1.5"], ("'1.5'",)),
         (["evaluate", "--bucket", "b", "--version", "newest"], ("--version", "latest")),
+        (["learner", "--bucket", "b", "--keep", "-1"], ("--keep", "'-1'")),
+        (["gc", "b", "--keep", "0"], ("--keep", "'0'", "above 0")),
         (["status"], ("--proxy", "--bucket")),
         (["rum", "x.toml"], ("rum", "run")),
         ([], ("COMMAND",)),
@@ -49,7 +51,7 @@ def test_every_command_names_a_function_that_exists() -> None:
     commands = {
         "run": ["x"], "create": ["x", "--bucket", "b"], "proxy": ["--bucket", "b"],
         "rollout": ["--bucket", "b", "--proxy", "p"], "learner": ["--bucket", "b"], "doctor": ["x"],
-        "evaluate": ["--bucket", "b"], "status": ["--bucket", "b"], "audit": ["b"], "report": ["b"],
+        "evaluate": ["--bucket", "b"], "status": ["--bucket", "b"], "audit": ["b"], "gc": ["b"], "report": ["b"],
         "replay": ["a", "b"],
     }  # fmt: skip
     for verb, rest in commands.items():

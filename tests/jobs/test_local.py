@@ -121,7 +121,7 @@ def test_a_role_that_keeps_dying_ends_the_run(clock: Clock) -> None:
 def options(folder: Path, **changes: Any) -> LocalOptions:
     values: dict[str, Any] = {
         "bucket": "b", "workers": 2, "engine": "auto", "port": 0, "folder": folder,
-        "groups_in_flight": 8, "kv_cache_mb": None,
+        "groups_in_flight": 8, "kv_cache_mb": None, "keep": None,
     }  # fmt: skip
     return LocalOptions(**(values | changes))
 
@@ -137,6 +137,12 @@ def test_roles_share_two_urls_and_get_their_tokens_from_the_environment(tmp_path
         assert child.arguments[1:3] == ["--bucket", "b"] or child.arguments[1:3] == ("--bucket", "b")
     assert all("http://127.0.0.1:4711" in child.arguments for child in children[1:])
     assert "--kv-cache-mb" in children[1].arguments
+    assert "--keep" not in children[-1].arguments
+
+
+def test_the_learner_is_told_how_much_to_keep(tmp_path: Path) -> None:
+    *_, learner = local._children(options(tmp_path, keep=0), 1, "http://x", {})
+    assert list(learner.arguments)[-2:] == ["--keep", "0"]
 
 
 def test_cores_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
