@@ -21,6 +21,7 @@ from bucketrl.api.messages import (
     Release,
     RunStatus,
     StepSummary,
+    UploadedGroups,
     WorkerRef,
     WorkerSummary,
 )
@@ -73,13 +74,13 @@ class ProxyClient:
     def policy(self, after: int, wait_s: float) -> PolicyHead | None:
         """The newest committed version if it is above `after`; otherwise None after at most `wait_s` (which
         the proxy allows up to 30)."""
-        reply = self._send(
-            "GET",
-            "/v1/policy",
-            params={"after": after, "wait": wait_s},
-            timeout=httpx.Timeout(self._timeout_s, read=max(self._timeout_s, wait_s + LONG_POLL_MARGIN_S)),
-        )
+        reply = self._poll("/v1/policy", wait_s, after=after)
         return None if reply.status_code == 204 else _parse(PolicyHead, reply)
+
+    def uploads(self, groups: int, log_seq: int, wait_s: float) -> UploadedGroups:
+        """How many unconsumed groups are in the bucket: once there are `groups` and the proxy has read the log
+        up to `log_seq`, or after `wait_s` (at most 30)."""
+        return _parse(UploadedGroups, self._poll("/v1/uploads", wait_s, groups=groups, log_seq=log_seq))
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
         return _parse(LeaseReply, self._post("/v1/leases", request))
@@ -120,6 +121,11 @@ class ProxyClient:
         """
         reply = self._send("PUT", f"/v1/log/{seq}", content=data, accept_conflict=True)
         return reply.content if reply.status_code == 409 else None
+
+    def _poll(self, path: str, wait_s: float, **query: int) -> httpx.Response:
+        """A long poll."""
+        timeout = httpx.Timeout(self._timeout_s, read=max(self._timeout_s, wait_s + LONG_POLL_MARGIN_S))
+        return self._send("GET", path, params=query | {"wait": wait_s}, timeout=timeout)
 
     def _post(self, path: str, message: Message) -> httpx.Response:
         return self._send("POST", path, json=message.model_dump(mode="json"))

@@ -31,6 +31,8 @@ class PolicyHead(Message):
     consumed_cursor: int
     finished: bool
     """All steps are committed; workers exit."""
+    record: str = ""
+    """The log record itself, so that not every worker gets it from the bucket; empty if it is large."""
 
 
 class LeaseRequest(Message):
@@ -111,6 +113,8 @@ class RolloutState(Message):
     groups_uploaded: int = 0
     completions_dropped: int = 0
     mean_completion_tokens: float = 0.0
+    store_requests: int = 0
+    """Sent to the bucket since the worker started."""
     state: Literal["starting", "running", "draining"] = "running"
     note: str = ""
     """One line for people: what the worker is busy with."""
@@ -136,6 +140,10 @@ class LearnerState(Message):
     as outstanding; otherwise a batch whose groups are mostly skipped could never fill."""
     quarantined: tuple[QuarantinedAttempt, ...] = ()
     """Attempts refused since the last heartbeat: their groups must be issued again."""
+    log_seq: int = -1
+    """Newest log record that the learner knows: a proxy that is behind reads the log at once."""
+    store_requests: int = 0
+    """Sent to the bucket since the learner started."""
     note: str = ""
 
 
@@ -150,6 +158,15 @@ class HeartbeatReply(Message):
     """Newest committed version, -1 before the first commit."""
     finished: bool
     directives: tuple[Literal["drain"], ...] = ()
+
+
+class UploadedGroups(Message):
+    """`GET /v1/uploads?groups=N&log_seq=S&wait=W`: answered as soon as N groups are there."""
+
+    groups: int
+    """In the bucket and not consumed by the log up to `log_seq`, as far as the proxy was told."""
+    log_seq: int
+    """Newest record that the proxy has read; below S, `groups` counts what is consumed by now."""
 
 
 class StepSummary(Message):
@@ -205,6 +222,10 @@ class RunStatus(Message):
     leases: LeaseCounts
     rollout_tokens_per_second: float
     steps_per_minute: float
+    store_requests: dict[str, int] = {}
+    """Sent to the bucket by all members of a role, counted since this proxy first heard of each."""
+    store_requests_per_minute: float = 0.0
+    """Of all roles, over the last 5 minutes."""
     proxy_started_at: str
     run_started_at: str
     last_commit_at: str | None

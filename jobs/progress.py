@@ -111,6 +111,7 @@ class Display:
             ("", Text(sparkline(rewards), style="blue")),
             ("staleness", Text(f"mean {_shown(status.staleness_mean)}, max {_shown(status.staleness_max, 0)}")),
             ("throughput", Text(f"{status.rollout_tokens_per_second:.0f} sampled tokens/s")),
+            ("bucket", Text(f"{status.store_requests_per_minute:.0f} requests/min")),
             ("version", Text(str(status.version))),
             ("groups", Text(
                 f"{status.leases.outstanding_groups} of {status.leases.max_outstanding_groups} outstanding, "

@@ -14,8 +14,10 @@ from bucketrl.bucket.pause import pause
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
-MIN_GAP_S = 0.5
-"""Between two heartbeats, however often the phase changes."""
+MIN_GAP_S = 0.2
+"""Between two heartbeats, however often the phase changes. Workers hear of a commit no later than this."""
+URGENT = ("phase", "pending_skips", "log_seq")
+"""Fields whose change the proxy acts on."""
 
 
 class HeartbeatClient(Protocol):
@@ -34,11 +36,13 @@ class Heartbeats:
         learner_id: str,
         *,
         on_drain: Callable[[], None],
+        store_requests: Callable[[], int] = lambda: 0,
         interval_s: float = HEARTBEAT_S,
         min_gap_s: float = MIN_GAP_S,
     ) -> None:
         self._client = client
         self._on_drain = on_drain
+        self._store_requests = store_requests
         self._interval_s = interval_s
         self._min_gap_s = min_gap_s
         self._lock = threading.Lock()
@@ -56,11 +60,11 @@ class Heartbeats:
             return self._state.model_copy(update={"quarantined": self._quarantined})
 
     def update(self, **changes: Any) -> None:
-        """Changes fields of the LearnerState; the proxy hears of a new phase or new skips at once."""
+        """Changes fields of the LearnerState; the proxy hears of a new phase, record or skips at once."""
         with self._lock:
             before = self._state
             self._state = before.model_copy(update=changes)
-            urgent = (before.phase, before.pending_skips) != (self._state.phase, self._state.pending_skips)
+            urgent = any(getattr(before, name) != getattr(self._state, name) for name in URGENT)
         if urgent:
             self._changed.set()
 
@@ -114,7 +118,9 @@ class Heartbeats:
     def _send(self, client: HeartbeatClient) -> None:
         with self._lock:
             reported = self._quarantined
-            state = self._state.model_copy(update={"quarantined": reported})
+            state = self._state.model_copy(
+                update={"quarantined": reported, "store_requests": self._store_requests()}
+            )
         try:
             reply = client.heartbeat(Heartbeat(state=state))
         except ProxyUnavailable as error:

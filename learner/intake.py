@@ -65,6 +65,11 @@ class Intake:
         self.candidates: dict[int, Candidate] = {}
         """Valid groups that are not consumed, by ordinal."""
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether an object was found invalid and has to be read again before that counts."""
+        return any(readings < READINGS for readings in self._invalid.values())
+
     def poll(self, consumed: Consumed, max_version: int) -> int:
         """Looks for new groups; returns how many it found. `max_version`: the newest committed policy.
 

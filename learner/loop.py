@@ -25,12 +25,12 @@ from bucketrl.learner.batches import Batch, Batches, next_step
 from bucketrl.learner.heartbeat import Heartbeats
 from bucketrl.learner.intake import Intake
 from bucketrl.learner.metrics import group_metrics
+from bucketrl.learner.pacing import Arrivals
 from bucketrl.learner.parts import Published, Publishes, Stopped, Trains
 from bucketrl.learner.select import Candidate, Selection, SkipReason, select
 
 logger = logging.getLogger(__name__)
 
-MAX_IDLE_FACTOR = 4.0
 MAX_REPORTED_SKIPS = 4096
 """Ordinals in one heartbeat: keeps it far below the proxy's limit on bodies."""
 
@@ -47,7 +47,7 @@ class Learner:
     batches: Batches
     heartbeats: Heartbeats
     stop: threading.Event
-    poll_s: float
+    arrivals: Arrivals
 
     def learn(self, learner_id: str) -> None:
         """Trains until the run's last step is committed.
@@ -68,7 +68,7 @@ class Learner:
 
     def _restore(self) -> None:
         """To the state after the newest commit; a run without one gets its step 0."""
-        self.heartbeats.update(epoch=self.log.epoch)
+        self.heartbeats.update(epoch=self.log.epoch, log_seq=self.log.state.head_seq)
         newest = self.log.state.step
         if newest is None:
             self._commit(0, None, {})
@@ -81,11 +81,12 @@ class Learner:
         self.heartbeats.update(step=step, phase="publishing")
         published = self.publisher.publish(step, self.log.epoch)
         self.log.append_step(lambda header: _step_record(header, step, published, batch, metrics))
+        self.heartbeats.update(log_seq=self.log.state.head_seq)
 
     def _wait_for_groups(self) -> Selection:
-        """Polls the bucket until a step's worth of groups is there, less often while none arrive."""
+        """Looks into the bucket, as often as `arrivals` says, until a step's worth of groups is there."""
         step, consumed = next_step(self.log.state), self.log.state.consumed
-        delay_s = self.poll_s
+        self.arrivals.begin()
         while not self.stop.is_set():
             try:
                 found = self.intake.poll(consumed, max_version=step - 1)
@@ -104,8 +105,13 @@ class Learner:
                 pending_skips=_reported(selection.skipped),
                 note=note,
             )
-            delay_s = self.poll_s if found else min(MAX_IDLE_FACTOR * self.poll_s, 1.5 * delay_s)
-            self.stop.wait(delay_s)
+            missing = self.run.config.algorithm.groups_per_step - len(selection.trained)
+            self.arrivals.wait(
+                wanted=len(self.intake.candidates) + missing,
+                log_seq=self.log.state.head_seq,
+                found=found,
+                doubtful=bool(note) or self.intake.doubtful,
+            )
         raise Stopped(f"asked to stop while waiting for the groups of step {step}")
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:

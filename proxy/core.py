@@ -22,16 +22,19 @@ from bucketrl.api.messages import (
     Release,
     RolloutState,
     StepSummary,
+    UploadedGroups,
 )
 from bucketrl.bucket import keys, snapshots
+from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import IntegrityError, StoreError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.log import LogReader, LogState
 from bucketrl.bucket.partials import fullest
-from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord
+from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord, sha256_hex
 from bucketrl.bucket.store import ObjectInfo, Store
 from bucketrl.proxy.roster import Roster
 from bucketrl.proxy.scheduler import IDLE_WAIT_S, Limits, Scheduler
+from bucketrl.proxy.store_traffic import StoreTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ HISTORY = 256
 """Log records before the snapshot that are read at start, for what people see of earlier steps."""
 IDLE_REQUESTS_PER_S = 200.0
 """What all idle workers together may ask: the more there are, the longer each one waits."""
+MAX_RECORD_BYTES = 64 << 10
+"""Of a log record that is handed to workers with the newest version; a larger one they get from the bucket."""
 
 Attempt = tuple[int, str]
 """Group ordinal and attempt id."""
@@ -80,11 +85,16 @@ class ProxyCore:
             new_id,
         )
         self.roster = Roster()
+        self.traffic = StoreTraffic()
         self.steps: deque[StepSummary] = deque(maxlen=STEPS_KEPT)
         self.state = LogState.empty(run)
         """Of the log as far as it has been applied."""
         self.committed_at: float | None = None
         """When the newest commit was made, by `clock`; None before the first."""
+        self._announced_seq = -1
+        """Newest log record that the learner says exists."""
+        self._record = ""
+        """The newest commit as it stands in the log; empty if it is large."""
         self._wall = wall
         self._caught_up = False
         """The bucket has been listed once: only then is it known what a predecessor had issued."""
@@ -106,10 +116,13 @@ class ProxyCore:
             return []
 
     def list_attempts(self) -> Attempts:
-        """Of every group above the consumed cursor (I/O). Raises StoreError."""
+        """Of every group above the consumed cursor (I/O). Raises StoreError.
+
+        `quarantine/` is listed until that has succeeded once: later the learner tells of what it refuses.
+        """
         return Attempts(
             tuple(self._listed(keys.TRAJECTORY_PREFIX, keys.parse_trajectory)),
-            tuple(self._listed(keys.QUARANTINE_PREFIX, keys.parse_quarantine)),
+            () if self._caught_up else tuple(self._listed(keys.QUARANTINE_PREFIX, keys.parse_quarantine)),
             tuple(sorted(fullest(self._list(keys.PARTIAL_PREFIX), self.run.prompts_per_epoch).items())),
         )
 
@@ -133,6 +146,7 @@ class ProxyCore:
         if not commits:
             return False
         newest, now = commits[-1], self.clock()
+        self._record = self._text_of(newest)
         # A commit that was there before this proxy is as old as its writer's clock says.
         self.committed_at = now if self._caught_up else now - self._age(newest)
         self.scheduler.committed(newest.consumed, newest.policy.version, now, finished=self.finished)
@@ -148,9 +162,16 @@ class ProxyCore:
     def tick(self) -> None:
         """Once a second or so: takes the leases of silent workers back."""
         now = self.clock()
+        self.traffic.reported("", "proxy", requests_of(self.store).total, now)
         for worker_id in self.roster.newly_silent(now):
             self.scheduler.lost(worker_id)
         self.scheduler.expire(now)
+
+    def _text_of(self, commit: StepRecord) -> str:
+        """Empty for a record that is large, or that another implementation wrote in its own way."""
+        data = commit.encode()
+        whole = len(data) <= MAX_RECORD_BYTES and sha256_hex(data) == self.state.step_sha256
+        return data.decode() if whole else ""
 
     def _age(self, record: StepRecord) -> float:
         try:
@@ -185,7 +206,24 @@ class ProxyCore:
             log_sha256=state.step_sha256,
             consumed_cursor=state.step.consumed.cursor,
             finished=self.finished,
+            record=self._record,
         )
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the learner knows a log record that has not been read here."""
+        return self._announced_seq > self.state.head_seq
+
+    @property
+    def learner_heard(self) -> bool:
+        return self.roster.learner_alive(self.clock())
+
+    def announced(self, log_seq: int) -> None:
+        """The learner knows this record."""
+        self._announced_seq = max(self._announced_seq, log_seq)
+
+    def uploads(self) -> UploadedGroups:
+        return UploadedGroups(groups=self.scheduler.uploaded_groups, log_seq=self.state.head_seq)
 
     def ordinal(self, group_id: str) -> int:
         """Raises IntegrityError for a group that this run cannot have."""
@@ -225,10 +263,12 @@ class ProxyCore:
         if isinstance(state, RolloutState):
             held = [(lease.lease_id, self.ordinal(lease.group_id)) for lease in state.leases]
             self.roster.heard(state, now)
+            self.traffic.reported(state.worker_id, "rollout", state.store_requests, now)
             self.scheduler.held(state.worker_id, held, now)
         else:
             refused = [(self.ordinal(one.group_id), one.attempt) for one in state.quarantined]
             self.roster.heard(state, now)
+            self.traffic.reported(state.learner_id, "learner", state.store_requests, now)
             self._hear_learner(state, refused)
         return HeartbeatReply(version=self.version, finished=self.finished)
 
@@ -237,6 +277,7 @@ class ProxyCore:
             self.scheduler.quarantined(ordinal, attempt)
         # A fenced learner that still speaks will commit nothing: what it would skip stays outstanding.
         if state.epoch >= self.state.epoch:
+            self.announced(state.log_seq)
             self.scheduler.pending_skips(state.pending_skips)
 
 

@@ -14,6 +14,7 @@ from bucketrl.api.messages import (
     LeaseRequest,
     PolicyHead,
     Release,
+    UploadedGroups,
     WorkerRef,
 )
 from bucketrl.bucket import keys
@@ -30,7 +31,7 @@ LeaseId = Annotated[str, Path(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 def job_routes(core: ProxyCore, follower: Follower, *, serialise_commits: bool) -> APIRouter:
     router = APIRouter(prefix="/v1")
     _policy_routes(router, core, follower)
-    _lease_routes(router, core)
+    _lease_routes(router, core, follower)
     _log_route(router, core, follower if serialise_commits else None)
     return router
 
@@ -57,16 +58,31 @@ def _policy_routes(router: APIRouter, core: ProxyCore, follower: Follower) -> No
         response.headers["etag"] = _etag(head)
         return head
 
+    @router.get("/uploads")
+    async def uploads(
+        groups: Annotated[int, Query(ge=0)],
+        log_seq: int = -1,
+        wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    ) -> UploadedGroups:
+        """How many unconsumed groups are in the bucket: once there are `groups` and the log is read up to
+        `log_seq`, or after `wait` seconds."""
+        core.announced(log_seq)
+        follower.look()
+        await follower.wait_for_uploads(groups, log_seq, wait)
+        return core.uploads()
+
     @router.post("/heartbeats")
     async def heartbeat(beat: Heartbeat) -> HeartbeatReply:
-        return core.heartbeat(beat)
+        reply = core.heartbeat(beat)
+        follower.look()
+        return reply
 
 
 def _etag(head: PolicyHead) -> str:
     return f'"{head.log_sha256}"'
 
 
-def _lease_routes(router: APIRouter, core: ProxyCore) -> None:
+def _lease_routes(router: APIRouter, core: ProxyCore, follower: Follower) -> None:
     @router.post("/leases")
     async def lease(request: LeaseRequest) -> LeaseReply:
         return core.lease(request)
@@ -81,6 +97,7 @@ def _lease_routes(router: APIRouter, core: ProxyCore) -> None:
     @router.post("/leases/{lease_id}/complete", status_code=204)
     async def complete(lease_id: LeaseId, completion: Completion) -> None:
         core.complete(lease_id, completion)
+        follower.uploaded()
 
     @router.post("/leases/{lease_id}/release", status_code=204)
     async def release(lease_id: LeaseId, body: Release) -> None:

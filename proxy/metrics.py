@@ -27,6 +27,10 @@ class CoreCollector(Collector):
             "learner_alive": ("1 if the learner was heard of lately.", float(status.learner_alive)),
             "rollout_tokens_per_second": ("Sampled by all workers.", status.rollout_tokens_per_second),
             "steps_per_minute": ("Median over recent commits.", status.steps_per_minute),
+            "store_requests_per_minute": (
+                "Sent to the bucket by all roles, over 5 minutes.",
+                status.store_requests_per_minute,
+            ),
             "leases_active": ("Leases held by workers.", counts.active),
             "groups_outstanding": ("Groups issued and not consumed.", counts.outstanding_groups),
             "groups_outstanding_limit": ("Bound that keeps staleness.", counts.max_outstanding_groups),
@@ -54,6 +58,10 @@ class CoreCollector(Collector):
         }
         for name, (text, total) in counters.items():
             yield CounterMetricFamily(f"bucketrl_{name}", text, value=total)
+        requests = CounterMetricFamily("bucketrl_store_requests", "Sent to the bucket.", labels=["role"])
+        for role, number in sorted(status.store_requests.items()):
+            requests.add_metric([role], number)
+        yield requests
 
 
 def render(core: ProxyCore) -> bytes:

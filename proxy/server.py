@@ -18,8 +18,8 @@ from bucketrl.proxy.auth import Tokens
 logger = logging.getLogger(__name__)
 
 LOCAL_POLL_S = 0.25
-REMOTE_POLL_S = 1.0
-"""One GET each while nothing is new."""
+REMOTE_POLL_S = 2.0
+"""One GET each while nothing is new; rarer while a learner tells of its commits."""
 GRACE_S = 3
 """For open requests at the end."""
 

@@ -34,6 +34,8 @@ def run_status(core: ProxyCore) -> RunStatus:
         leases=core.scheduler.counts(),
         rollout_tokens_per_second=sum(state.tokens_per_second for state in alive),
         steps_per_minute=steps_per_minute(recent),
+        store_requests=dict(core.traffic.totals),
+        store_requests_per_minute=core.traffic.per_minute(now),
         proxy_started_at=core.started_at,
         run_started_at=core.run.created_at,
         last_commit_at=newest.written_at if newest else None,

@@ -22,7 +22,7 @@ from tests.learner.worlds import (
 )
 
 from bucketrl.api.client import ProxyRefused, ProxyUnavailable
-from bucketrl.api.messages import Heartbeat, HeartbeatReply, LearnerState
+from bucketrl.api.messages import Heartbeat, HeartbeatReply, LearnerState, UploadedGroups
 from bucketrl.bucket import keys
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.errors import Fenced, Unsupported, UserError
@@ -328,6 +328,9 @@ class FakeProxy:
         assert isinstance(beat.state, LearnerState)
         self.states.append(beat.state)
         return HeartbeatReply(version=0, finished=False)
+
+    def uploads(self, groups: int, log_seq: int, wait_s: float) -> UploadedGroups:
+        raise ProxyUnavailable("this one does not tell")
 
     def append_log(self, seq: int, data: bytes) -> bytes | None:
         assert self._store is not None
