@@ -1,6 +1,7 @@
 """A worker on fakes, with waits shortened so that outages pass in a fraction of a second."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,10 +54,11 @@ class World:
         self.engine = FakeEngine()
         self.task = FakeTask()
         self.tokenizer = FakeTokenizer()
+        self._workers = itertools.count()
 
     def worker(self, **options: Any) -> RolloutWorker:
-        local = self.folder / "local"
-        local.mkdir(exist_ok=True)
+        local = self.folder / f"local-{next(self._workers)}"
+        local.mkdir()
         return RolloutWorker(
             self.store,
             self.run,
