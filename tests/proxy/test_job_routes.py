@@ -127,6 +127,18 @@ async def test_a_released_group_goes_to_the_next_worker(world: World) -> None:
         assert await proxy.leased("w2") == [0]
 
 
+async def test_a_group_that_was_cut_goes_to_the_next_worker_first_and_names_its_attempt(world: World) -> None:
+    async with proxy_of(world) as proxy:
+        first, second = (await proxy.lease("w1", groups=2))["leases"]
+        assert first["partial_attempt"] is None
+        for lease, attempt in ((first, None), (second, "w1-0001")):
+            path = f"/v1/leases/{lease['lease_id']}/release"
+            body = {"worker_id": "w1", "partial_attempt": attempt}
+            assert (await proxy.post(path, body)).status_code == 204
+        again = (await proxy.lease("w2", groups=2))["leases"]
+    assert [(lease["ordinal"], lease["partial_attempt"]) for lease in again] == [(1, "w1-0001"), (0, None)]
+
+
 async def test_renewing_keeps_a_lease_and_tells_when_it_is_over(world: World) -> None:
     async with proxy_of(world) as proxy:
         lease = (await proxy.lease("w1"))["leases"][0]
@@ -199,6 +211,7 @@ async def test_a_big_fleet_is_asked_to_wait_longer(world: World) -> None:
         ("/v1/leases", {"worker_id": "w", "max_groups": 0, "loaded_version": 0}, "max_groups"),
         ("/v1/leases", {"worker_id": "w", "max_groups": 1}, "loaded_version"),
         ("/v1/leases/a.b/renew", {"worker_id": "w"}, "path.lease_id"),
+        ("/v1/leases/a/release", {"worker_id": "w", "partial_attempt": "../a"}, "partial_attempt"),
         ("/v1/heartbeats", {"state": {"role": "cook"}}, "state"),
         ("/v1/heartbeats", {"state": rollout(tokens_per_second="NaN")}, "state.rollout.tokens_per_second"),
         (

@@ -1,13 +1,14 @@
 """A proxy that is started anew, on any machine, knows from the bucket and the next heartbeats what it must."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
-from tests.bucket.builders import NOW, group_text
+from tests.bucket.builders import NOW, group_text, partial_group
 from tests.proxy.worlds import World, proxy_of, rollout
 
-from bucketrl.bucket import keys
+from bucketrl.bucket import keys, partials
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import QuarantineRecord
 from bucketrl.bucket.store import ObjectInfo, Store
@@ -79,6 +80,25 @@ async def test_foreign_objects_among_the_trajectories_are_no_obstacle() -> None:
         world.store.put(keys.TRAJECTORY_PREFIX + name, b"x")
     async with proxy_of(world) as proxy:
         assert await proxy.leased(groups=9) == [0, 1, 2, 3]
+
+
+async def test_partial_groups_are_found_and_issued_first_after_the_grace() -> None:
+    """Above the consumed cursor; of two attempts the one with more in it."""
+    world = World()
+    world.begin()
+    world.train(0, 1)
+    for ordinal, attempt, tokens in ((1, "old", 2), (4, "small", 1), (4, "large", 2)):
+        group = partial_group(ordinal, attempt)
+        kept = group.completions if tokens == 2 else group.completions[:1]
+        key = keys.partial(GroupId.parse(group.group_id), attempt)
+        world.store.put(key, partials.encode(replace(group, completions=kept)))
+    world.store.put(keys.PARTIAL_PREFIX + "0001-00000002/UPPER.parquet", b"x")
+    async with proxy_of(world) as proxy:
+        world.clock.now += GRACE_S
+        leases = (await proxy.lease("w2", groups=3))["leases"]
+    assert [(lease["ordinal"], lease["partial_attempt"]) for lease in leases] == [
+        (4, "large"), (2, None), (3, None),
+    ]  # fmt: skip
 
 
 async def test_no_work_is_given_out_before_the_bucket_has_been_listed() -> None:

@@ -212,6 +212,64 @@ def test_messages_about_consumed_groups_change_nothing(late: str) -> None:
     assert ordinals(one.lease("w", 1, 1.0)) == [1]
 
 
+def partials_of(reply: object) -> dict[int, str | None]:
+    return {lease.ordinal: lease.partial_attempt for lease in reply.leases}  # type: ignore[attr-defined]
+
+
+def test_a_group_that_somebody_has_begun_is_issued_first_and_names_its_attempt() -> None:
+    one = scheduler()
+    one.lease("w", 4, 0.0)
+    one.release("lease-0", "w")
+    one.release("lease-3", "w", "cut")
+    assert list(partials_of(one.lease("x", 3, 0.0)).items()) == [(3, "cut"), (0, None), (4, None)]
+
+
+def test_the_newest_partial_attempt_counts_and_giving_back_without_one_keeps_it() -> None:
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    for lease_id, attempt in [("lease-0", "first"), ("lease-1", None), ("lease-2", "second")]:
+        one.release(lease_id, "w", attempt)
+        one.listed_partial([(0, "first")], 1.0)
+        wanted = "second" if attempt == "second" else "first"
+        assert partials_of(one.lease("w", 1, 1.0)) == {0: wanted}
+
+
+def test_only_the_holder_of_a_lease_can_name_a_partial_attempt() -> None:
+    one = scheduler()
+    one.lease("w", 1, 0.0)
+    one.release("lease-0", "stranger", "forged")
+    one.release("unknown", "w", "forged")
+    one.expire(100.0)
+    assert partials_of(one.lease("x", 1, 100.0)) == {0: None}
+
+
+def test_a_successor_finds_what_was_begun_by_listing_and_waits_for_whoever_goes_on_with_it() -> None:
+    """Group 1 is being continued by w, group 3 by nobody."""
+    successor = scheduler(prefix="new")
+    successor.listed_partial([(1, "a"), (3, "b")], 0.0)
+    successor.held("w", [("old-1", 1)], 1.0)
+    assert ordinals(successor.lease("x", 1, 1.0)) == [4]
+    assert list(partials_of(successor.lease("x", 9, ADOPTION_GRACE_S)).items()) == [
+        (3, "b"), (0, None), (2, None), (5, None),
+    ]  # fmt: skip
+    successor.release("old-1", "w")
+    assert partials_of(successor.lease("x", 1, ADOPTION_GRACE_S)) == {1: "a"}
+
+
+def test_an_uploaded_or_consumed_group_is_not_continued() -> None:
+    """Though its partial object stays in the bucket, and listings show it."""
+    one = scheduler()
+    one.lease("w", 2, 0.0)
+    for ordinal in range(2):
+        one.release(f"lease-{ordinal}", "w", "cut")
+    one.lease("w", 2, 0.0)
+    one.complete("lease-2", 0, "whole", 1.0)
+    one.committed(Consumed(above=(1,)), 1, 1.0, finished=False)
+    one.listed_partial([(0, "cut"), (1, "cut")], 2.0)
+    one.quarantined(0, "whole")
+    assert partials_of(one.lease("w", 1, 3.0)) == {0: None}
+
+
 @dataclass
 class Held:
     """A lease as its worker knows it."""
@@ -233,6 +291,8 @@ class Histories(RuleBasedStateMachine):
         self.version = 0
         self.bucket: set[tuple[int, str]] = set()
         self.refused: set[tuple[int, str]] = set()
+        self.partial: dict[int, str] = {}
+        """In the bucket: the fullest of each group, which is the newest."""
         self.attempts = count()
         self.held: dict[str, Held] = {}
         """What workers still work on."""
@@ -257,13 +317,17 @@ class Histories(RuleBasedStateMachine):
     @rule(worker=workers, n=st.integers(1, 4))
     def lease(self, worker: str, n: int) -> None:
         before, doubled = self.one.next_ordinal, self.one.totals.tail
+        begun = {o for o in self.one._queue if o in self.one._partial}
         reply = self.one.lease(worker, n, self.now)
+        first = {lease.ordinal for lease in reply.leases[: len(begun)]}
+        assert first <= begun or begun <= first, "begun groups come first"
         if self.one.next_ordinal > before:
             assert self.one.outstanding <= LIMITS.max_outstanding
         again = [lease for lease in reply.leases if lease.ordinal in self.issued_here]
         assert len(again) == self.one.totals.tail - doubled, "issued again without a reason"
         for lease in reply.leases:
             assert lease.ordinal not in self.consumed
+            assert lease.partial_attempt == self.one._partial.get(lease.ordinal)
             given = Held(worker, lease.ordinal, self.now + LIMITS.lease_seconds)
             self.held[lease.lease_id] = self.granted[lease.lease_id] = given
             self.ever_issued.add(lease.ordinal)
@@ -289,14 +353,23 @@ class Histories(RuleBasedStateMachine):
             self.upload(ordinal)
             self.ever_issued.add(ordinal)
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if self.held:
-            lease_id = data.draw(st.sampled_from(sorted(self.held)))
-            given = self.held.pop(lease_id)
+    @rule(data=st.data(), cut=st.booleans(), told=st.booleans())
+    def release(self, data: st.DataObject, cut: bool, told: bool) -> None:
+        """`cut` with tokens, which are saved; a worker whose release is lost leaves them all the same."""
+        if not self.held:
+            return
+        lease_id = data.draw(st.sampled_from(sorted(self.held)))
+        given = self.held.pop(lease_id)
+        attempt = f"p{next(self.attempts):04d}" if cut else None
+        if attempt is not None:
+            self.partial[given.ordinal] = attempt
+        if told:
+            stands = self.one._leases.get(lease_id) is not None
             del self.granted[lease_id]
-            self.one.release(lease_id, given.worker)
+            self.one.release(lease_id, given.worker, attempt)
             self.issued_here.discard(given.ordinal)
+            if stands and attempt is not None:
+                assert self.one._partial[given.ordinal] == attempt
 
     @rule(worker=workers)
     def die(self, worker: str) -> None:
@@ -334,6 +407,9 @@ class Histories(RuleBasedStateMachine):
         for ordinal, attempt in self.refused:
             self.one.quarantined(ordinal, attempt)
             self.issued_here.discard(ordinal)
+        self.one.listed_partial(
+            sorted(pair for pair in self.partial.items() if pair[0] not in self.consumed), self.now
+        )
 
     @rule(data=st.data(), told=st.booleans())
     def refuse(self, data: st.DataObject, told: bool) -> None:
@@ -382,6 +458,13 @@ class Histories(RuleBasedStateMachine):
         shared = [n for n in range(self.one.next_ordinal) if len(self.one._leases.of_group(n)) > 1]
         assert len(shared) <= self.one.totals.tail
         assert all(len(self.one._leases.of_group(n)) == 2 for n in shared)
+
+    @invariant()
+    def what_can_be_continued_is_neither_uploaded_nor_consumed(self) -> None:
+        for ordinal in self.one._partial:
+            assert ordinal not in self.consumed
+            assert not self.one.attempts(ordinal)
+            assert ordinal < self.one.next_ordinal
 
     @invariant()
     def the_view_of_the_log_is_right(self) -> None:
