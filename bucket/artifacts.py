@@ -17,6 +17,7 @@ from typing import TypeVar
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, Missing, NotFound
 from bucketrl.bucket.pause import pause
+from bucketrl.bucket.reading import download
 from bucketrl.bucket.records import FileRef, sha256_hex
 from bucketrl.bucket.store import Store
 
@@ -67,10 +68,13 @@ def fetch(
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         fresh = staging / "fresh"
-        for ref, name in zip(files, names, strict=True):
-            path = fresh / name
+        paths = [fresh / name for name in names]
+        for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _with_retries(partial(_download, store, ref, path), ref, sleep)
+        download(store, [(ref.key, path) for ref, path in zip(files, paths, strict=True)])
+        for ref, path in zip(files, paths, strict=True):
+            if not (path.exists() and _measure(path) == (ref.size, ref.sha256)):
+                _with_retries(partial(_download, store, ref, path), ref, sleep)
         _fsync_tree(fresh)
         if target.exists():
             target.rename(staging / "stale")

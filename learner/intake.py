@@ -12,10 +12,12 @@ the oldest `max_outstanding_groups` stay in memory; others are read again if the
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 
 from bucketrl.bucket import artifacts, keys, sealed_table, trajectories
 from bucketrl.bucket.errors import IntegrityError, NotFound
 from bucketrl.bucket.keys import GroupId
+from bucketrl.bucket.reading import get_together
 from bucketrl.bucket.records import (
     Consumed,
     FileRef,
@@ -34,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 READINGS = 3
 """Polls in which an object must be found invalid before it is quarantined: listings and reads may lag."""
+
+READ_TOGETHER = 64
+"""Objects asked for at once, where the store has that."""
+MAX_BYTES_TOGETHER = 256 << 20
 
 Refused = Callable[[GroupId, str, str], None]
 """Told the group, the attempt and the reason of every quarantine."""
@@ -78,11 +84,14 @@ class Intake:
         self._forget(consumed)
         before = len(self.candidates)
         cursor = GroupId.from_ordinal(consumed.cursor, self._run.prompts_per_epoch)
-        for info in self._store.list(keys.TRAJECTORY_PREFIX, start_after=f"{keys.TRAJECTORY_PREFIX}{cursor}"):
-            # `select` needs no more than this to decide, and a flood of objects must not fill the memory.
-            if len(self.candidates) > NO_SIGNAL_FACTOR * self._bound + self._bound:
-                break
-            self._consider(info, consumed, max_version)
+        listing = self._store.list(keys.TRAJECTORY_PREFIX, start_after=f"{keys.TRAJECTORY_PREFIX}{cursor}")
+        wanted = (info for info in listing if self._is_wanted(info, consumed))
+        while not self._is_full and (batch := list(islice(wanted, READ_TOGETHER))):
+            small = [info.key for info in batch if info.size <= MAX_BYTES_TOGETHER // READ_TOGETHER]
+            read = get_together(self._store, small)
+            for info in batch:
+                if self._is_wanted(info, consumed) and not self._is_full:
+                    self._consider(info, read.get(info.key), max_version)
         return len(self.candidates) - before
 
     def group(self, ref: GroupRef | SkippedGroup, max_version: int) -> TrajectoryGroup:
@@ -118,22 +127,36 @@ class Intake:
         self._decoded = {ordinal: group for ordinal, group in self._decoded.items() if ordinal in kept}
         self._invalid = {key: count for key, count in self._invalid.items() if key[0] not in consumed}
 
-    def _consider(self, info: ObjectInfo, consumed: Consumed, max_version: int) -> None:
+    @property
+    def _is_full(self) -> bool:
+        """`select` needs no more than this to decide, and a flood of objects must not fill the memory."""
+        return len(self.candidates) > (NO_SIGNAL_FACTOR + 1) * self._bound
+
+    def _is_wanted(self, info: ObjectInfo, consumed: Consumed) -> bool:
         parsed = keys.parse_trajectory(info.key)
         if parsed is None:
             logger.debug("%s: not a trajectory's key; ignored", info.key[:128])
-            return
+            return False
         group_id, attempt = parsed
         ordinal = group_id.ordinal(self._run.prompts_per_epoch)
         readings = self._invalid.get((ordinal, attempt), 0)
         if readings >= READINGS or ordinal in consumed:
-            return
-        if ordinal in self.candidates and readings == 0:
-            return  # a further attempt; one that was found invalid is followed up nevertheless
+            return False
+        # Of further attempts, one that was found invalid is followed up nevertheless.
+        return readings > 0 or ordinal not in self.candidates
+
+    def _consider(self, info: ObjectInfo, data: bytes | None, max_version: int) -> None:
+        """`data`: None if it has not been read yet."""
+        parsed = keys.parse_trajectory(info.key)
+        assert parsed is not None
+        group_id, attempt = parsed
+        ordinal = group_id.ordinal(self._run.prompts_per_epoch)
+        readings = self._invalid.get((ordinal, attempt), 0)
         try:
             if info.size > sealed_table.MAX_BYTES:
                 raise IntegrityError(f"{info.size} bytes, more than {sealed_table.MAX_BYTES}")
-            data = self._store.get(info.key)
+            if data is None:
+                data = self._store.get(info.key)
             group = self._decode(group_id, attempt, data, max_version)
         except (IntegrityError, NotFound) as error:
             self._invalid[ordinal, attempt] = readings + 1

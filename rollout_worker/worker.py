@@ -22,6 +22,7 @@ from typing import Literal
 
 from bucketrl.api.client import ProxyClient
 from bucketrl.api.messages import RolloutState
+from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import RunRecord
@@ -75,6 +76,7 @@ class RolloutWorker:
         by chance if it is not given: workers that start at one moment must not stay in step."""
         worker_id = options.worker_id
         self._options = options
+        self._store = store
         self._ahead = 1 + options.max_groups_in_flight // 4
         # A worker that starts again under its old id must not write under an old key.
         rng = rng or random.Random(secrets.randbits(128))
@@ -246,6 +248,7 @@ class RolloutWorker:
             running_requests=counters.running_requests,
             tokens_generated=counters.tokens_generated,
             groups_uploaded=counters.groups_uploaded,
+            store_requests=requests_of(self._store).total,
             completions_dropped=counters.dropped.total(),
             mean_completion_tokens=counters.mean_completion_tokens(),
             state=self._state,
