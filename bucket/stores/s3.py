@@ -25,9 +25,8 @@ from bucketrl.bucket.stores.download import new_file
 from bucketrl.bucket.stores.s3_errors import FAILURES, from_code, translate
 
 logger = logging.getLogger(__name__)
-for _writes_headers in ("botocore.auth", "botocore.endpoint"):
-    # At DEBUG they log whole requests, the session token included.
-    logging.getLogger(_writes_headers).setLevel(logging.WARNING)
+# At DEBUG it logs whole requests and answers, the session token included.
+logging.getLogger("botocore").setLevel(logging.WARNING)
 
 T = TypeVar("T")
 
