@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.audit_checks import MISSING, Check, checks_of, snapshot_checks
+from bucketrl.bucket.audit_partials import check_partials
 from bucketrl.bucket.errors import IntegrityError, Missing, NotFound, UserError
 from bucketrl.bucket.gc import newest_boundary
 from bucketrl.bucket.log import LogReader, LogViolation
@@ -51,6 +52,8 @@ class AuditReport:
     duplicates: int = 0
     """Trajectory objects of consumed groups that lost to another attempt."""
     quarantined: int = 0
+    partials: int = 0
+    """Groups that a worker had to leave and others can go on with, or have."""
     orphans: int = 0
     """Files of adapters and checkpoints that no commit names."""
     boundary: int = 0
@@ -90,10 +93,12 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
     violations += refuted + doubtful + [Violation(check.invariant, check.key, MISSING) for check in lost]
     uploads = _Uploads.of(store, run, commits)
     orphans, notes = _leftovers(store, commits)
+    newest = reader.state.step.policy.version if reader.state.step else -1
+    partials, doubts = check_partials(store, run, newest, THREADS)
     return AuditReport(
         run_id=run.run_id,
         violations=tuple(sorted(violations)),
-        notes=(*notes, *uploads.notes),
+        notes=(*notes, *uploads.notes, *doubts),
         records=len(records),
         steps=len(commits),
         trained=sum(len(commit.groups) for commit in commits),
@@ -101,6 +106,7 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
         unconsumed=uploads.unconsumed,
         duplicates=uploads.duplicates,
         quarantined=uploads.quarantined,
+        partials=partials,
         orphans=orphans,
         boundary=boundary,
         collected=absent + len(missing) - len(lost),

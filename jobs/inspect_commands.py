@@ -134,7 +134,7 @@ def _audit_text(found: AuditReport) -> str:
     lines.append(
         f"run {found.run_id}: {found.records} log records, {found.steps} commits, {found.trained} groups trained, "
         f"{found.skipped} skipped, {found.unconsumed} not consumed yet, {found.duplicates} losing attempts, "
-        f"{found.quarantined} quarantined"
+        f"{found.quarantined} quarantined, {found.partials} partial"
     )
     if found.boundary:
         lines.append(

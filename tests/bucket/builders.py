@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bucketrl.bucket import artifacts, conditional, keys
+from bucketrl.bucket import artifacts, conditional, keys, partials
 from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
@@ -276,7 +276,7 @@ def skip(ref: GroupRef, reason: str) -> SkippedGroup:
 
 
 def worked_example(store: Store) -> dict[str, Record]:
-    """The run of `bucket_layout.md` section 16: two workers, one dies; one learner restart.
+    """The run of `bucket_layout.md` section 16: one worker dies, one is preempted; one learner restart.
 
     Returns the records that the document shows, by key.
     """
@@ -300,7 +300,11 @@ def worked_example(store: Store) -> dict[str, Record]:
     second = Learner(store, run, "learner-b")
     second.start()
     second.commit(batch)
-    upload(store, group(5, "w1-0005", version=2))
+    # w3, which began group 5 before that commit, is preempted; w1 goes on with it.
+    left = partial_group(5, "w3-0001", version=1, worker_id="w3")
+    store.put(keys.partial(GroupId.parse(left.group_id), left.attempt), partials.encode(left))
+    ended, cut = trajectory(0, version=1), trajectory(1, reward=1.0, policy_versions=(1, 1, 2))
+    upload(store, group(5, "w1-0005", trajectories=(ended, cut)))
     records: dict[str, Record] = {keys.RUN: run, keys.batch(2): batch}
     reader = LogReader(store, run)
     for record in reader.refresh():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.bucket.builders import (
     file_ref,
     group,
     group_text,
+    partial_group,
     run_record,
     skip,
     step_record,
@@ -18,7 +20,7 @@ from tests.bucket.builders import (
     worked_example,
 )
 
-from bucketrl.bucket import keys
+from bucketrl.bucket import keys, partials
 from bucketrl.bucket.audit import AuditReport, audit
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.records import BatchRecord, GroupRef, SkippedGroup, StepRecord, decode, decode_log
@@ -38,6 +40,7 @@ def test_a_run_with_a_dead_worker_and_a_restarted_learner_is_clean(memory: Store
         unconsumed=1,
         duplicates=1,
         quarantined=0,
+        partials=1,
         orphans=0,
     )
 
@@ -320,6 +323,30 @@ def test_what_is_merely_odd_is_noted(memory: Store) -> None:
             f"{quarantined}: quarantined, yet trained: another reading found the object whole",
         ]
     )
+
+
+@pytest.mark.parametrize("step", ["corrupt", "foreign", "gone", "ahead"])
+def test_a_partial_group_that_cannot_be_continued_is_noted_and_no_violation(memory: Store, step: str) -> None:
+    worked_example(memory)
+    sound = partial_group(6, "w9-0001", version=2)
+    key = keys.partial(keys.GroupId.parse(sound.group_id), sound.attempt)
+    data, reason = partials.encode(sound), "digest"
+    match step:
+        case "corrupt":
+            data = data[:-40] + b"?" + data[-39:]
+        case "foreign":
+            data, reason = partials.encode(replace(sound, run_id="other")), "run_id is 'other'"
+        case "ahead":
+            data = partials.encode(partial_group(6, "w9-0001", version=3))
+            reason = "policy version 3 has not been committed"
+    if step != "gone":
+        memory.put(key, data)
+    memory.put(keys.PARTIAL_PREFIX + "README", b"x")
+    report = audit(memory)
+    assert (report.violations, report.partials) == ((), 1)
+    notes = [note for note in report.notes if note != "partial/README: foreign key"]
+    assert len(notes) == (step != "gone")
+    assert all(note.startswith(f"{key}: cannot be continued: ") and reason in note for note in notes)
 
 
 def test_several_violations_are_all_found(memory: Store) -> None:

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from tests.bucket.builders import worked_example
 
-from bucketrl.bucket import keys, records, trajectories
+from bucketrl.bucket import keys, partials, records, trajectories
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.completions import MAX_POSITIVE_LOGPROB
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import PROTOCOL_VERSION, Record, decode, decode_log, sha256_hex
 from bucketrl.bucket.seal import SEAL_KEY
-from bucketrl.bucket.sealed_table import MAX_BYTES
+from bucketrl.bucket.sealed_table import MAX_BYTES, SealedTable
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import SCHEMA
 from bucketrl.jobs import model_identity
@@ -25,6 +25,7 @@ DOCUMENT = (Path(__file__).parents[2] / "bucket_layout.md").read_text()
 BLOCKS = dict(re.findall(r"^```(?:json )?(\S+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL))
 RECORD_KEYS = sorted(name for name in BLOCKS if name.endswith(".json"))
 SHOWN_ROWS = "trajectories/0000-00000002/w1-0002.parquet"
+SHOWN_PARTIAL = "partial/0001-00000001/w3-0001.parquet"
 
 KINDS = {
     "run.json": records.RunRecord,
@@ -52,7 +53,7 @@ def masked(value: Any) -> Any:
 def test_every_kind_of_object_has_an_example() -> None:
     shown = {key.split("/")[0] for key in RECORD_KEYS}
     assert shown == {"run.json", "log", "batches", "quarantine", "evaluations"}
-    assert {"keys", "rows", "metadata"} <= BLOCKS.keys()
+    assert {"keys", "rows", "metadata", "partial_rows"} <= BLOCKS.keys()
 
 
 @pytest.mark.parametrize("key", RECORD_KEYS)
@@ -99,6 +100,8 @@ def rebuilt(key: str) -> str | None:
         return keys.batch(step)
     if (attempt := keys.parse_trajectory(key)) is not None:
         return keys.trajectory(*attempt)
+    if (attempt := keys.parse_partial(key)) is not None:
+        return keys.partial(*attempt)
     if (attempt := keys.parse_quarantine(key)) is not None:
         return keys.quarantine(*attempt)
     if (artifact := keys.parse_artifact(key)) is not None:
@@ -111,7 +114,7 @@ def rebuilt(key: str) -> str | None:
 
 
 def test_every_key_in_the_text_is_one_that_the_code_builds() -> None:
-    folders = "log|policy|checkpoints|batches|trajectories|quarantine|evaluations"
+    folders = "log|policy|checkpoints|batches|trajectories|partial|quarantine|evaluations"
     named = set(re.findall(rf"(?:{folders})/\d[^\s`…]*\.(?:json|parquet|safetensors)", DOCUMENT))
     named |= set(BLOCKS["keys"].splitlines())
     assert len(named) > 20
@@ -151,15 +154,19 @@ def test_every_record_has_a_field_table() -> None:
             assert f"`{field}`" in DOCUMENT.split("### 6.3")[1].split("### 6.4")[0]
 
 
-def test_the_column_table_is_the_schema() -> None:
+@pytest.mark.parametrize(
+    ("marker", "table"), [("columns", trajectories.TABLE), ("partial columns", partials.TABLE)]
+)
+def test_a_column_table_is_the_schema(marker: str, table: SealedTable) -> None:
     physical = {
         name: "list of " + leaves[0][0]
         if leaves[0][1]
         else leaves[0][0] + (" (UTF-8)" if leaves[0][0] == "BYTE_ARRAY" else "")
-        for name, leaves in trajectories.TABLE.leaves.items()
+        for name, leaves in table.leaves.items()
     }
-    physical["reward_parts"] = "map of BYTE_ARRAY (UTF-8) to DOUBLE"
-    assert table_after("columns") == physical
+    if "reward_parts" in physical:
+        physical["reward_parts"] = "map of BYTE_ARRAY (UTF-8) to DOUBLE"
+    assert table_after(marker) == physical
 
 
 def test_the_example_rows_and_metadata_are_the_objects(memory: Store) -> None:
@@ -170,6 +177,9 @@ def test_the_example_rows_and_metadata_are_the_objects(memory: Store) -> None:
     assert json.loads(BLOCKS["rows"]) == rows
     metadata = {name.decode(): value.decode() for name, value in file.metadata.metadata.items()}
     assert masked(json.loads(BLOCKS["metadata"])) == masked(metadata)
+    partial = pq.ParquetFile(BytesIO(memory.get(SHOWN_PARTIAL))).read().to_pylist()
+    assert [list(row) for row in partial] == [partials.TABLE.schema.names] * 2
+    assert json.loads(BLOCKS["partial_rows"]) == partial
 
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
@@ -195,8 +205,10 @@ def test_what_the_text_says_about_its_audit_is_true(memory: Store) -> None:
     report = audit(memory)
     assert report.violations == ()
     assert (report.trained, report.skipped, report.unconsumed, report.duplicates) == (4, 1, 1, 1)
+    assert report.partials == 1
     text = " ".join(DOCUMENT.split("## 16. Worked example")[-1].split())
-    assert "no violation, 4 groups trained, 1 skipped, 1 upload not consumed yet, and 1 duplicate" in text
+    assert "no violation, 4 groups trained, 1 skipped, 1 upload not consumed yet, 1 duplicate" in text
+    assert "and 1 partial group" in text
 
 
 def test_references_to_sections_exist() -> None:
