@@ -95,9 +95,9 @@ def run_learner(
             store_requests=lambda: requests_of(store).total,
         ) as heartbeats,
     ):
+        tier = _working_tier(store, client)
         logger.info("loading %s on %s", run.config.model.id, device)
         policy = PolicyModel.load(model_path, run.config, device)
-        tier = _working_tier(store, client)
         optimizer = Optimizer(policy.parameters, run.config.algorithm)
         intake = Intake(
             store,
