@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bucketrl.bucket import keys
-from bucketrl.bucket.audit_checks import MISSING, Check, checks_of, snapshot_checks
+from bucketrl.bucket.audit_checks import Check, checks_of, snapshot_checks
 from bucketrl.bucket.audit_partials import check_partials
 from bucketrl.bucket.errors import IntegrityError, Missing, NotFound, UserError
 from bucketrl.bucket.gc import newest_boundary
@@ -83,14 +83,15 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
     checks = [*snapshot_checks(store, run, pointers, records, reader.state.head_sha256)]
     checks += checks_of(store, run, commits)
     present, absent = _without_absent(store, checks, _boundary(store, run)[0])
-    refuted, missing = _verify(present, progress)
+    failures = _verify(present, progress)
     # Read again at the end: a run that goes on has its garbage collected meanwhile.
     boundary, doubtful = _boundary(store, run)
     if not broken:
         reader.refresh()
         doubtful += _too_high(boundary, reader, run)
-    lost = [check for check in missing if not _may_be_gone(check, boundary, reader)]
-    violations += refuted + doubtful + [Violation(check.invariant, check.key, MISSING) for check in lost]
+    refuted = [failure for failure in failures if not _is_collected(*failure, boundary, reader)]
+    violations += doubtful
+    violations += [Violation(check.invariant, check.key, str(error)) for check, error in refuted]
     uploads = _Uploads.of(store, run, commits)
     orphans, notes = _leftovers(store, commits)
     newest = reader.state.step.policy.version if reader.state.step else -1
@@ -109,7 +110,7 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
         partials=partials,
         orphans=orphans,
         boundary=boundary,
-        collected=absent + len(missing) - len(lost),
+        collected=absent + len(failures) - len(refuted),
     )
 
 
@@ -165,31 +166,31 @@ def _without_absent(store: Store, checks: Sequence[Check], boundary: int) -> tup
     return kept, len(checks) - len(kept)
 
 
-def _may_be_gone(check: Check, boundary: int, reader: LogReader) -> bool:
-    """Whether garbage collection may remove what `check` is about, by what is known of the log now."""
+def _is_collected(check: Check, error: IntegrityError, boundary: int, reader: LogReader) -> bool:
+    """Whether `check` fails because garbage collection was allowed to remove the object, by the log now."""
     if check.invariant == 6:  # a checkpoint
         newest = reader.state.step
-        return newest is not None and newest.step >= check.step + CHECKPOINTS_KEPT
-    return 0 < check.step <= boundary
+        allowed = newest is not None and newest.step >= check.step + CHECKPOINTS_KEPT
+    else:
+        allowed = 0 < check.step <= boundary
+    # Create-if-absent forgets: a learner that froze before its batch may write one that was collected anew.
+    again = check.key.startswith(keys.BATCH_PREFIX)
+    return allowed and (again or isinstance(error, Missing))
 
 
 def _verify(
     checks: Sequence[Check], progress: Callable[[int, int], None] | None
-) -> tuple[list[Violation], list[Check]]:
-    """What does not hold, and what is not there."""
-    refuted: list[Violation] = []
-    missing: list[Check] = []
+) -> list[tuple[Check, IntegrityError]]:
+    """Those that do not hold, and why."""
+    failures: list[tuple[Check, IntegrityError]] = []
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(checks), WINDOW):
             window = checks[start : start + WINDOW]
-            for check, error in zip(window, pool.map(_refute, window), strict=True):
-                if isinstance(error, Missing):
-                    missing.append(check)
-                elif error:
-                    refuted.append(Violation(check.invariant, check.key, str(error)))
+            outcomes = zip(window, pool.map(_refute, window), strict=True)
+            failures += [(check, error) for check, error in outcomes if error]
             if progress:
                 progress(start + len(window), len(checks))
-    return refuted, missing
+    return failures
 
 
 def _refute(check: Check) -> IntegrityError | None:

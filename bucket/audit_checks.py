@@ -21,8 +21,6 @@ from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.bucket.trajectories import decode as decode_group
 
-MISSING = "missing, but a commit names it"
-
 
 class Check(NamedTuple):
     """One thing to verify; `run` raises IntegrityError if it does not hold, Missing if there is no object."""
@@ -93,7 +91,7 @@ def _read(store: Store, ref: FileRef) -> bytes:
     try:
         data = store.get(ref.key)
     except NotFound:
-        raise Missing(MISSING) from None
+        raise Missing("missing, but a commit names it") from None
     if (len(data), sha256_hex(data)) != (ref.size, ref.sha256):
         raise IntegrityError(
             f"{len(data)} bytes with sha256 {sha256_hex(data)}, the commit says {ref.size} and {ref.sha256}"

@@ -401,11 +401,21 @@ def test_what_is_there_below_the_boundary_is_verified() -> None:
     world = World()
     steps(world, 8)
     world.store.put(keys.boundary(5), boundary_record(5))
-    world.store.put(keys.batch(2), b"torn")
+    torn = keys.policy(2, 1) + "adapter_config.json"
+    world.store.put(torn, b"torn")
     world.store.delete([keys.batch(3)])
     report = audit(world.store)
-    assert [violation.key for violation in report.violations] == [keys.batch(2)]
+    assert [violation.key for violation in report.violations] == [torn]
     assert report.collected == 1
+
+
+def test_a_batch_that_a_frozen_learner_writes_anew_is_garbage() -> None:
+    """Create-if-absent forgets what was deleted; the learner is fenced before its batch counts."""
+    world = collected_world()
+    world.store.create(keys.batch(2), b"another choice")
+    assert audit(world.store).violations == ()
+    collector_on(world.store).collect(world.state)
+    assert listed(world.store, keys.BATCH_PREFIX) == [keys.batch(step) for step in (6, 7, 8)]
 
 
 def test_a_boundary_that_lets_go_what_is_needed_is_a_violation() -> None:
