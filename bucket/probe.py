@@ -1,5 +1,5 @@
-"""Shows what a store really does, instead of believing what it claims. Every role runs it at start:
-a worker may sit behind another gateway than the learner.
+"""Shows what a store really does, instead of believing what it claims. Creator, learner and proxy each run
+it at start: they may sit behind different gateways. A worker only puts and needs no tier.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,11 @@ from threading import Barrier
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import AlreadyExists, BucketrlError, NotFound, StoreError, Unsupported, UserError
 from bucketrl.bucket.store import Store, Tier
+
+RACERS = 8
+MOST_REQUESTS = 2 * RACERS + 7
+"""Of one probe, besides repetitions: put, get, list; a create and a get per racer; create, get, get of the
+late writer; delete. They are 9 rounds, one after the other. A store that claims tier 0 is asked 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +32,21 @@ class ProbeReport:
     """One line for each thing that is less than hoped for."""
 
 
-def probe(store: Store, *, write_id: str, racers: int = 8) -> ProbeReport:
-    """Writes a few small objects below `probe/<write_id>/` and removes them again.
+def probe(store: Store, *, write_id: str, racers: int = RACERS) -> ProbeReport:
+    """Writes two small objects below `probe/<write_id>/` and removes them again.
 
-    Raises UserError if the store cannot be written at all.
+    Each call ends when the store gives it up, and the first that is given up ends the probe: on S3, 6 attempts
+    of 10 s (no connection) or 60 s (no answer), more only if the service asks for it (`Retry-After`).
+    Raises UserError if the store cannot be written at all, StoreError if it fails later.
     """
     folder = f"{keys.PROBE_PREFIX}{write_id}/"
     messages: list[str] = []
+    data = f"put {write_id}".encode()
+    try:
+        store.put(folder + "put", data)
+    except StoreError as error:
+        raise UserError(f"bucket {store.url}: cannot be written: {error}") from None
     with _removed_afterwards(store, [folder + "put", folder + "create"]):
-        data = f"put {write_id}".encode()
-        try:
-            store.put(folder + "put", data)
-        except StoreError as error:
-            raise UserError(f"bucket {store.url}: cannot be written: {error}") from None
         read_after_write = _reads(store, folder + "put", data)
         if not read_after_write:
             messages.append("an object just written is not read back: readers will retry")

@@ -5,11 +5,13 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from tests.bucket.relayed import Relay
 from tests.support.hub import BUCKET, StandInHub
+from tests.support.relay import Answer
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import AlreadyExists, NotFound, StoreError, UserError
-from bucketrl.bucket.probe import probe
+from bucketrl.bucket.probe import MOST_REQUESTS, probe
 from bucketrl.bucket.retry import Transient
 from bucketrl.bucket.store import ObjectInfo, Tier
 from bucketrl.bucket.stores import open_store
@@ -41,6 +43,36 @@ def test_everything_that_it_writes_is_below_the_probe_prefix() -> None:
     probe(Watched(), write_id="p")
     assert len(written) == 2
     assert all(key.startswith(keys.PROBE_PREFIX + "p/") for key in written)
+
+
+def test_it_costs_few_requests() -> None:
+    store = MemoryStore()
+    probe(store, write_id="p")
+    assert store.requests.snapshot().total <= MOST_REQUESTS
+    overwriting = Overwrites()
+    probe(overwriting, write_id="p")
+    assert overwriting.requests.snapshot().total <= MOST_REQUESTS
+    hub = HfStore(BUCKET, "run", api=StandInHub())
+    probe(hub, write_id="p")
+    assert hub.requests.snapshot().total <= 10  # each put and get is a few requests of the Hub's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server_name", ["s3_server", "ministack", "rclone"])
+def test_it_costs_few_requests_on_s3(relayed: Relay, s3_credentials: None) -> None:
+    to = relayed(lambda method, before: None)
+    probe(to.store, write_id="p")
+    assert len(to.requests) <= MOST_REQUESTS
+    assert to.waits == []
+
+
+@pytest.mark.slow
+def test_a_store_that_is_down_is_asked_for_one_thing(relayed: Relay, s3_credentials: None) -> None:
+    to = relayed(lambda method, before: Answer(503, "SlowDown"))
+    with pytest.raises(UserError, match="cannot be written"):
+        probe(to.store, write_id="p")
+    assert to.requests == ["PUT"] * 6
+    assert sum(to.waits) < 5
 
 
 def test_a_tier_0_store_stays_tier_0_without_complaint() -> None:
