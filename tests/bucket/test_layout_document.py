@@ -8,13 +8,15 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from tests.bucket.builders import worked_example
+from tests.bucket.builders import run_record, worked_example
 
-from bucketrl.bucket import keys, partials, records, trajectories
+from bucketrl.bucket import keys, partials, records, snapshots, trajectories
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.completions import MAX_POSITIVE_LOGPROB
+from bucketrl.bucket.gc import DELETED_AT_ONCE, PROBE_AGE_S
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import PROTOCOL_VERSION, Record, decode, decode_log, sha256_hex
+from bucketrl.bucket.retention import CHECKPOINTS_KEPT, LISTED, least_keep
 from bucketrl.bucket.seal import SEAL_KEY
 from bucketrl.bucket.sealed_table import MAX_BYTES, SealedTable
 from bucketrl.bucket.store import Store
@@ -32,6 +34,8 @@ KINDS = {
     "batches/": records.BatchRecord,
     "quarantine/": records.QuarantineRecord,
     "evaluations/": records.EvaluationRecord,
+    "snapshots/": records.SnapshotRecord,
+    "gc/": records.BoundaryRecord,
 }
 
 
@@ -52,7 +56,7 @@ def masked(value: Any) -> Any:
 
 def test_every_kind_of_object_has_an_example() -> None:
     shown = {key.split("/")[0] for key in RECORD_KEYS}
-    assert shown == {"run.json", "log", "batches", "quarantine", "evaluations"}
+    assert shown == {"run.json", "log", "batches", "quarantine", "evaluations", "snapshots", "gc"}
     assert {"keys", "rows", "metadata", "partial_rows"} <= BLOCKS.keys()
 
 
@@ -75,6 +79,7 @@ def test_examples_name_each_other_by_their_true_digests() -> None:
     start, commit = json.loads(BLOCKS["log/00000003.json"]), json.loads(BLOCKS["log/00000004.json"])
     assert start["parent_sha256"] == digests["log/00000002.json"]
     assert commit["parent_sha256"] == digests["log/00000003.json"]
+    assert json.loads(BLOCKS["snapshots/00000004.json"])["record_sha256"] == digests["log/00000004.json"]
     batch = BLOCKS["batches/00000002.json"].encode()
     assert commit["batch"] == {
         "key": "batches/00000002.json",
@@ -104,6 +109,10 @@ def rebuilt(key: str) -> str | None:
         return keys.partial(*attempt)
     if (attempt := keys.parse_quarantine(key)) is not None:
         return keys.quarantine(*attempt)
+    if (seq := keys.parse_snapshot(key)) is not None:
+        return keys.snapshot(seq)
+    if (step := keys.parse_boundary(key)) is not None:
+        return keys.boundary(step)
     if (artifact := keys.parse_artifact(key)) is not None:
         kind, numbers = artifact[0].rstrip("/").split("/")
         build = {"policy": keys.policy, "checkpoints": keys.checkpoint}[kind]
@@ -114,7 +123,7 @@ def rebuilt(key: str) -> str | None:
 
 
 def test_every_key_in_the_text_is_one_that_the_code_builds() -> None:
-    folders = "log|policy|checkpoints|batches|trajectories|partial|quarantine|evaluations"
+    folders = "log|policy|checkpoints|batches|trajectories|partial|quarantine|evaluations|snapshots|gc"
     named = set(re.findall(rf"(?:{folders})/\d[^\s`…]*\.(?:json|parquet|safetensors)", DOCUMENT))
     named |= set(BLOCKS["keys"].splitlines())
     assert len(named) > 20
@@ -185,6 +194,16 @@ def test_the_example_rows_and_metadata_are_the_objects(memory: Store) -> None:
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     assert f"Protocol version **{PROTOCOL_VERSION}**" in DOCUMENT
     assert f"more than {MAX_BYTES >> 20} MiB" in DOCUMENT
+    assert f"about every {snapshots.EVERY} records" in DOCUMENT
+    assert f"1 deletion per {DELETED_AT_ONCE} keys" in DOCUMENT
+    assert "but the two newest of them" in DOCUMENT
+    assert "that neither step 0 nor the steps N and N - 1 name" in DOCUMENT
+    assert snapshots.KEPT == CHECKPOINTS_KEPT == 2
+    assert "two passes at least ten minutes apart" in DOCUMENT
+    assert PROBE_AGE_S == 10 * 60
+    assert "at least `max_staleness + 2`" in DOCUMENT
+    for staleness in (0, 4):
+        assert least_keep(run_record(max_staleness=staleness).config) == staleness + 2
     assert f"{MAX_POSITIVE_LOGPROB:.0e}".replace("e-0", "e-") + " allowed for rounding" in DOCUMENT
 
 
@@ -209,6 +228,16 @@ def test_what_the_text_says_about_its_audit_is_true(memory: Store) -> None:
     text = " ".join(DOCUMENT.split("## 16. Worked example")[-1].split())
     assert "no violation, 4 groups trained, 1 skipped, 1 upload not consumed yet, 1 duplicate" in text
     assert "and 1 partial group" in text
+
+
+def test_what_may_be_deleted_is_what_the_table_says() -> None:
+    section = DOCUMENT.split("### 7.9")[1].split("## 8.")[0]
+    named = {
+        prefix
+        for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+        for prefix in re.findall(r"`(.*?)`", row)
+    }
+    assert named == {*LISTED, keys.BOUNDARY_PREFIX, keys.PROBE_PREFIX}
 
 
 def test_references_to_sections_exist() -> None:
