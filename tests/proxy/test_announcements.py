@@ -120,7 +120,7 @@ async def test_waits_for_uploads_end_when_the_proxy_stops() -> None:
 
 
 async def test_the_newest_version_comes_with_the_record_that_commits_it() -> None:
-    world, store = observed()
+    world, _ = observed()
     async with proxy_of(world) as proxy:
         head = (await proxy.get("/v1/policy")).json()
         assert head["record"].encode() == world.store.get("log/00000001.json")
