@@ -12,6 +12,7 @@ from pathlib import Path
 from bucketrl.api.messages import PolicyHead
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.gc import newest_boundary
 from bucketrl.bucket.log import LogReader
 from bucketrl.bucket.records import EvaluationRecord, RunRecord, StepRecord, sha256_hex
 from bucketrl.bucket.scratch import scratch_folder
@@ -183,11 +184,17 @@ def _find_heads(store: Store, run: RunRecord, versions: Sequence[int | None]) ->
             f"bucket {store.url}: the log has no committed policy version yet; run the learner first"
         )
     by_version = {commit.policy.version: commit for commit in commits}
+    boundary = newest_boundary(store, run)
     heads = []
     for version in versions:
         commit = commits[-1] if version is None else by_version.get(version)
         if commit is None:
             raise UserError(f"version: {version} is not in the log; it has 0 to {commits[-1].policy.version}")
+        if 0 < commit.step <= boundary:
+            raise UserError(
+                f"version: {version} has been collected; the bucket holds that of step 0 and those of steps above "
+                f"{boundary}"
+            )
         heads.append(
             PolicyHead(
                 run_id=run.run_id,

@@ -5,10 +5,11 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
+import pytest
 from tests.bucket.builders import NOW, group_text, partial_group
 from tests.proxy.worlds import World, proxy_of, rollout
 
-from bucketrl.bucket import keys, partials
+from bucketrl.bucket import keys, partials, snapshots
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import QuarantineRecord
 from bucketrl.bucket.store import ObjectInfo, Store
@@ -26,6 +27,30 @@ async def test_status_and_steps_come_back() -> None:
         after = ((await proxy.get("/v1/run")).json(), (await proxy.get("/v1/steps")).json())
     assert after == before
     assert after[0]["reward"] == 0.5
+
+
+async def test_a_proxy_that_begins_at_a_snapshot_shows_the_steps_before_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many as it reads at once; the state is that of the whole log."""
+    world = World()
+    world.begin()
+    for step in range(6):
+        world.train(step)
+    async with proxy_of(world) as proxy:
+        before = ((await proxy.get("/v1/run")).json(), (await proxy.get("/v1/steps")).json())
+    state = world.learner.reader.state
+    snapshots.write(world.store, world.run.run_id, state.step_seq, state.step_sha256)
+    async with proxy_of(world) as proxy:
+        assert (await proxy.get("/v1/run")).json() == before[0]
+        assert (await proxy.get("/v1/steps")).json() == before[1]
+    monkeypatch.setattr("bucketrl.proxy.core.HISTORY", 2)
+    async with proxy_of(world) as proxy:
+        assert [row["step"] for row in (await proxy.get("/v1/steps")).json()] == [4, 5, 6]
+    world.store.put(keys.log(3), world.store.get(keys.log(3)) + b" ")
+    monkeypatch.setattr("bucketrl.proxy.core.HISTORY", 256)
+    async with proxy_of(world) as proxy:
+        assert [row["step"] for row in (await proxy.get("/v1/steps")).json()] == [6]
 
 
 async def test_the_age_of_the_newest_commit_survives() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, UserError
-from bucketrl.bucket.records import EvaluationRecord, decode
+from bucketrl.bucket.records import BoundaryRecord, EvaluationRecord, decode
 from bucketrl.rollout_worker import evaluate as evaluate_module
 from bucketrl.rollout_worker.engine import DroppedCompletion, SamplingRequest
 from bucketrl.rollout_worker.evaluate import EvaluationResult, evaluate, evaluate_versions
@@ -105,6 +105,20 @@ def test_a_version_that_was_never_committed_is_one_clear_line(
 ) -> None:
     with pytest.raises(UserError, match="version: 7 is not in the log"):
         evaluate_all(world, [7], monkeypatch)
+
+
+def test_a_version_that_was_collected_is_one_clear_line(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 5):
+        world.learner.commit(consume=(step,))
+    record = BoundaryRecord(
+        run_id=world.run.run_id, step=2, collector_id="c", written_at="2026-03-01T12:00:00Z"
+    )
+    world.store.put(keys.boundary(2), record.encode())
+    with pytest.raises(UserError, match="version: 2 has been collected; .* those of steps above 2"):
+        evaluate_all(world, [0, 2], monkeypatch)
+    assert [result.version for result in evaluate_all(world, [0, 3], monkeypatch)] == [0, 3]
 
 
 def test_a_bucket_without_a_policy_is_one_clear_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
