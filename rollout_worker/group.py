@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.errors import BucketrlError
@@ -143,8 +143,10 @@ class GroupSampler:
 
     async def _served(self, version: int, seconds: float) -> None:
         """Until `version` or a newer one is served, or everything is cut. Raises VersionNotServed."""
-        waits = [asyncio.ensure_future(self._adapters.wait_for(version))]
-        waits.append(asyncio.ensure_future(self._cutting.wait()))  # type: ignore[arg-type]
+        waits: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._adapters.wait_for(version)),
+            asyncio.ensure_future(self._cutting.wait()),
+        ]
         try:
             done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -200,7 +202,6 @@ class GroupSampler:
                 return None
         if not so_far.finish_reason:
             return so_far, None
-        self._counters.completions += 1
         return so_far, asyncio.create_task(self._score(prompt, so_far))
 
     async def _continue(self, work: Work, attempt: str, so_far: Completion) -> Completion:
@@ -229,6 +230,7 @@ class GroupSampler:
             self._running.discard(request_id)
             self._counters.running_requests -= 1
         self._counters.tokens_generated += len(drawn.token_ids)
+        self._counters.completions += drawn.finish_reason != "abort"
         return joined(so_far, drawn, self._clock() - start)
 
     async def _score(self, prompt: TemplatedPrompt, completion: Completion) -> Trajectory | None:

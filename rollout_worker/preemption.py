@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from bucketrl.bucket.errors import BucketrlError
+from bucketrl.bucket.partials import PartialGroup
 from bucketrl.rollout_worker.background import Background, in_time
 from bucketrl.rollout_worker.group import GroupSampler, SampledGroup
 from bucketrl.rollout_worker.partials import Partials
@@ -21,9 +23,11 @@ from bucketrl.rollout_worker.work import Work, WorkSource
 
 logger = logging.getLogger(__name__)
 
-COLLECT_SHARE = 0.1
-"""Part of the grace period that may go into learning what is held, and again into cutting it."""
-FINISH_SHARE = 0.4
+SETTLE_SHARE = 0.1
+"""Part of the grace period that may go into learning what is held."""
+CUT_SHARE = 0.3
+"""Part of the grace period that the engine has to end its requests: a decode step, or a long prompt."""
+FINISH_SHARE = 0.3
 """Part of the grace period that finished groups have for themselves."""
 RELEASE_SHARE = 0.1
 """Part of the grace period that is kept for giving leases back."""
@@ -50,9 +54,8 @@ class Preemption:
 
     async def collect(self, sampling: Background) -> None:
         """Cuts what `sampling` draws and waits until each group has been handed over by it."""
-        share = self._grace_s * COLLECT_SHARE
-        await self._source.settle(share)
-        if not await in_time(self._cut_all(sampling), share):
+        await self._source.settle(self._grace_s * SETTLE_SHARE)
+        if not await in_time(self._cut_all(sampling), self._grace_s * CUT_SHARE):
             logger.warning("the engine does not give back what it has drawn; it is lost")
             await sampling.cancel()
 
@@ -69,13 +72,13 @@ class Preemption:
         """`complete` loses each group that reaches the bucket, and `drained` returns when it is empty."""
         begun = {*complete, *(group.work for group in cut)}
         idle = [work for work in self._source.held.values() if work not in begun]
-        giving = [self._source.give_back(work) for work in idle]
+        giving = [asyncio.create_task(self._source.give_back(work)) for work in idle]
         draining = asyncio.create_task(drained())
-        parts: asyncio.Future[list[None]] = asyncio.gather(*giving)
         await asyncio.wait((draining,), timeout=self._grace_s * FINISH_SHARE)
         late = [self._leave(group, draining) for group in complete.values()]
-        leaving = asyncio.gather(parts, *late, *(self._leave(group, None) for group in cut))
-        if not await in_time(leaving, self.left()):
+        leaving = [self._leave(group, None) for group in cut]
+        # What goes wrong with one group must not keep the others from being left in order.
+        if not await in_time(asyncio.gather(*giving, *late, *leaving, return_exceptions=True), self.left()):
             logger.warning("grace period over: some leases are not given back and will run out")
         if complete:
             logger.warning("grace period over: %d complete groups not uploaded", len(complete))
@@ -89,11 +92,17 @@ class Preemption:
         """Saves it and gives it back, unless it is uploaded after all while `finishing` runs."""
         release_s = self._grace_s * RELEASE_SHARE
         partial = self._sampler.as_partial(group)
-        saved = False
-        if partial is not None:
-            saved = await in_time(self._partials.save(partial), self.left() - release_s)
-            if not saved:
-                logger.warning("grace period over: partial group %s not saved", group.work.group_id)
+        saved = partial is not None and await self._save(partial, self.left() - release_s)
         if finishing is not None:
             await asyncio.wait((finishing,), timeout=max(0.0, self.left() - release_s))
         await self._source.give_back(group.work, group.attempt if saved else None)
+
+    async def _save(self, partial: PartialGroup, seconds: float) -> bool:
+        try:
+            if await in_time(self._partials.save(partial), seconds):
+                return True
+            reason = "the grace period is over"
+        except BucketrlError as error:
+            reason = str(error)
+        logger.warning("partial group %s is lost: %s", partial.group_id, reason)
+        return False

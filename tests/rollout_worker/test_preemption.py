@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketrl.bucket import keys, partials
+from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import TrajectoryGroup
@@ -354,6 +355,19 @@ async def test_stopping_ends_in_time_although_the_store_refuses(world: World) ->
     world.store.broken = True
     assert await preempted(world, grace_s=0.5) < 1.5
     assert world.store.failures > 0
+    assert set(world.proxy.released) == set(world.proxy.leased)
+    assert world.proxy.partial == {}
+
+
+async def test_a_store_that_denies_access_keeps_no_lease_from_being_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(key: str, data: bytes) -> None:
+        raise UserError(f"{key}: access denied")
+
+    another_engine(world, before_draw=never, drawn=lambda request: 1)
+    monkeypatch.setattr(world.store, "put", denied)
+    assert await preempted(world, grace_s=5.0) < 2.0
     assert set(world.proxy.released) == set(world.proxy.leased)
     assert world.proxy.partial == {}
 
