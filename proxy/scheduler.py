@@ -8,8 +8,6 @@ An ordinal below `next_ordinal` is always in exactly one of these: consumed, upl
 (to be issued again), or unaccounted (a predecessor may have leased it; queued after a grace period).
 """
 
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -17,6 +15,7 @@ from bucketrl.api.messages import Lease, LeaseCounts, LeaseReply
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import Consumed
 from bucketrl.proxy.leases import LeaseTable, LiveLease
+from bucketrl.proxy.tail import Tail
 
 ADOPTION_GRACE_S = 10.0
 """Two heartbeat intervals: time for workers to claim what a predecessor leased to them."""
@@ -25,10 +24,6 @@ IDLE_WAIT_S = 0.5
 REACH = 4
 """Groups further than this many bounds ahead of all that was issued are nobody's honest work: workers
 without a proxy stay within two bounds of the consumed cursor."""
-TAIL_FACTOR = 3.0
-TAIL_MIN_S = 10.0
-TAIL_MIN_SAMPLES = 8
-"""A lease older than TAIL_FACTOR medians (and TAIL_MIN_S) is late: an idle worker gets the group as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class Scheduler:
     """Groups that somebody has begun and left, and the newest known attempt to continue."""
     _leases: LeaseTable = field(default_factory=LeaseTable)
     _unaccounted: dict[int, float] = field(default_factory=dict)
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=256))
+    _tail: Tail = field(default_factory=Tail)
 
     # -- what the bucket says ---------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class Scheduler:
             return
         lease = self._leases.get(lease_id)
         if lease is not None and lease.ordinal == ordinal:
-            self._durations.append(now - lease.issued_at)
+            self._tail.completed(now - lease.issued_at)
             if attempt in self._refused.get(ordinal, ()):
                 self._drop(lease)
         if attempt not in self._uploaded.get(ordinal, ()):
@@ -258,23 +253,11 @@ class Scheduler:
         if self.outstanding < self.limits.max_outstanding:
             self.next_ordinal += 1
             return self.next_ordinal - 1
-        late = self._late_group(worker_id, now)
+        late = self._tail.late_group(self._leases, worker_id, now)
         if late is not None:
             self.totals.reissued += 1
             self.totals.tail += 1
         return late
-
-    def _late_group(self, worker_id: str, now: float) -> int | None:
-        """The oldest group that one other worker alone has held for too long."""
-        if len(self._durations) < TAIL_MIN_SAMPLES:
-            return None
-        allowed = max(TAIL_MIN_S, TAIL_FACTOR * statistics.median(self._durations))
-        for lease in self._leases:
-            if now - lease.issued_at <= allowed:
-                return None
-            if lease.worker_id != worker_id and len(self._leases.of_group(lease.ordinal)) == 1:
-                return lease.ordinal
-        return None
 
     def _issue(self, worker_id: str, ordinal: int, now: float) -> Lease:
         self.totals.issued += 1

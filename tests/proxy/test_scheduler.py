@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bucketrl.bucket.records import Consumed
-from bucketrl.proxy.scheduler import ADOPTION_GRACE_S, REACH, TAIL_MIN_S, TAIL_MIN_SAMPLES, Limits, Scheduler
+from bucketrl.proxy.scheduler import ADOPTION_GRACE_S, REACH, Limits, Scheduler
+from bucketrl.proxy.tail import TAIL_MIN_S, TAIL_MIN_SAMPLES
 
 LIMITS = Limits(prompts_per_epoch=5, max_outstanding=6, lease_seconds=60.0)
 
