@@ -121,7 +121,6 @@ class WorkSource:
             return []
         try:
             uploaded = await in_thread(self._list_uploaded)
-            partial = await in_thread(self._list_partial)
         except StoreError as error:
             logger.warning("cannot look for work in the bucket: %s", error)
             return []
@@ -134,6 +133,7 @@ class WorkSource:
             max_outstanding=self._run.config.max_outstanding_groups,
             count=count,
         )
+        partial = await self._find_partial() if ordinals else {}
         return self._hold(
             Work(
                 lease_id=f"{self._rng.getrandbits(64):016x}",
@@ -158,6 +158,14 @@ class WorkSource:
         listing = self._store.list(keys.TRAJECTORY_PREFIX, start_after=f"{keys.TRAJECTORY_PREFIX}{first}")
         parsed = filter(None, (keys.parse_trajectory(info.key) for info in listing))
         return set(takewhile(lambda n: n in ordinals, (group.ordinal(size) for group, _ in parsed)))
+
+    async def _find_partial(self) -> dict[int, str]:
+        """What has been begun; nothing if the store does not say, for then groups are sampled from scratch."""
+        try:
+            return await in_thread(self._list_partial)
+        except StoreError as error:
+            logger.warning("cannot look for partial groups in the bucket: %s", error)
+            return {}
 
     def _list_partial(self) -> dict[int, str]:
         """Ordinals of the window that somebody has begun, and the attempt to go on with."""
