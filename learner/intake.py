@@ -183,7 +183,8 @@ class Intake:
         ref = GroupRef(group_id=group.group_id, attempt=attempt, file=file)
         self.candidates[ordinal] = summarise(ordinal, ref, group)
         # Kept whole are groups that are likely to be trained on, the oldest ones.
-        if has_zero_variance(self.candidates[ordinal].rewards):
+        filtered = self._run.config.algorithm.filter_zero_variance
+        if filtered and has_zero_variance(self.candidates[ordinal].rewards):
             return
         self._decoded[ordinal] = group
         if len(self._decoded) > self._bound:
