@@ -100,6 +100,8 @@ class Preemption:
     async def _save(self, partial: PartialGroup, seconds: float) -> bool:
         try:
             if await in_time(self._partials.save(partial), seconds):
+                tokens = sum(len(one.completion_token_ids) for one in partial.completions)
+                logger.info("partial group %s saved: %d tokens", partial.group_id, tokens)
                 return True
             reason = "the grace period is over"
         except BucketrlError as error:
