@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from tests.bucket.relayed import Relay
 from tests.support.hub import BUCKET, StandInHub, hub_response
-from tests.support.relay import Answer, CutBody, Fault, LoseReply
+from tests.support.relay import Answer, Fault, LoseReply
 from tests.support.s3 import S3Server
 from tests.support.stores import Kind, opener, parameters
 
@@ -91,7 +91,6 @@ def test_by_a_sound_store(
         Answer(429, "TooManyRequests"),
         Answer(400, "a code that nobody knows"),
         LoseReply(),
-        CutBody(),
     ],
     ids=str,
 )

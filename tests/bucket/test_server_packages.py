@@ -27,7 +27,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def test_without_an_index_it_is_skipped_and_says_why(failing: list[str]) -> None:
     failing.append(NO_INDEX)
-    with pytest.raises(pytest.skip.Exception, match=r"ministack==.*Connection refused"):
+    with pytest.raises(pytest.skip.Exception, match=r"(?s)ministack==.*Connection refused"):
         server_packages.installed_program("ministack", "ministack")
 
 

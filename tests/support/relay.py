@@ -68,7 +68,11 @@ def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S
             pass
 
         def handle_request(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                self.close_connection = True  # the client died in the middle
+                return
             if mount and not self.suits_the_gateway():
                 self.answer(400, (), b"not as the gateway wants it")
                 return

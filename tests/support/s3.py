@@ -33,7 +33,7 @@ server = make_server("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server.serve_forever()
 """
-_ENDS_WITH_ITS_PARENT = ('"$@" & cat; kill $!', "sh")
+_ENDS_WITH_ITS_PARENT = ('"$@" & cat; kill -9 $!; wait', "sh")
 """Also if the parent is killed: then the pipe that `cat` reads is closed."""
 
 
