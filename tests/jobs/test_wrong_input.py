@@ -103,6 +103,11 @@ class TestBeforeARun:
             assert "GiB" in line
 
 
+def test_too_few_commits_to_keep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(folder, capsys, "run", write(folder, algorithm="max_staleness = 4"), "--keep", "5")
+    assert line == "error: --keep 5: a run with max_staleness 4 needs 6 commits or more"
+
+
 def test_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`run` and `proxy` both say so before they write."""
     with socket.socket() as taken:

@@ -69,14 +69,25 @@ class World:
         self._model_folder = model_folder
         self._cache = cache
 
-    def learn(self, store: Store | None = None, client: object = None, learner_id: str = "learner-0") -> None:
+    def learn(
+        self,
+        store: Store | None = None,
+        client: object = None,
+        learner_id: str = "learner-0",
+        keep: int | None = None,
+    ) -> None:
         run_learner(
             store or self.store,
             self.run,
             model_path=self._model_folder,
             client=client,  # type: ignore[arg-type]
             options=LearnerOptions(
-                learner_id=learner_id, cache_dir=self._cache, device="cpu", poll_s=0.001, threads=1
+                learner_id=learner_id,
+                cache_dir=self._cache,
+                device="cpu",
+                poll_s=0.001,
+                threads=1,
+                keep=keep,
             ),
         )
 
@@ -117,6 +128,27 @@ def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory, sa
     made = World(model_folder, tmp_path_factory.mktemp("undisturbed"), sampled)
     made.learn()
     return made
+
+
+def test_a_learner_keeps_house_while_it_trains(
+    world: World, undisturbed: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run too short for a boundary: old checkpoints go, a snapshot comes, and the training is the same."""
+    monkeypatch.setattr("bucketrl.learner.housekeeping.LOOK_S", 0.005)
+    monkeypatch.setattr("bucketrl.learner.housekeeping.MIN_GAP_S", 0.0)
+    monkeypatch.setattr("bucketrl.bucket.snapshots.EVERY", 1)
+    world.learn(keep=2 + CONFIG.algorithm.max_staleness)
+    assert world.fingerprint() == undisturbed.fingerprint()
+    assert len(list(world.store.list(keys.SNAPSHOT_PREFIX))) > 0
+    kept = {keys.folder_number(info.key) for info in world.store.list(keys.CHECKPOINT_PREFIX)}
+    assert {0, STEPS} <= kept < set(range(STEPS + 1))
+    world.assert_sound()
+
+
+def test_a_learner_refuses_to_keep_too_little(world: World) -> None:
+    with pytest.raises(UserError, match="--keep 1: a run with max_staleness"):
+        world.learn(keep=1)
+    assert world.log == []
 
 
 def is_commit_of(step: int) -> Trigger:

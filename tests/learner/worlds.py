@@ -237,6 +237,9 @@ class EventStore:
     def delete(self, keys: Iterable[str]) -> None:
         self._inner.delete(keys)
 
+    def sweep(self, older_than_s: float) -> int:
+        return self._inner.sweep(older_than_s)
+
 
 def die() -> None:
     raise Crash

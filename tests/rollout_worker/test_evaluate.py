@@ -116,7 +116,7 @@ def test_a_version_that_was_collected_is_one_clear_line(
         run_id=world.run.run_id, step=2, collector_id="c", written_at="2026-03-01T12:00:00Z"
     )
     world.store.put(keys.boundary(2), record.encode())
-    with pytest.raises(UserError, match="version: 2 has been collected; .* those of steps above 2"):
+    with pytest.raises(UserError, match=r"version: 2 has been collected; .* those of steps above 2"):
         evaluate_all(world, [0, 2], monkeypatch)
     assert [result.version for result in evaluate_all(world, [0, 3], monkeypatch)] == [0, 3]
 
