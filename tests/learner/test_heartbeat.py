@@ -117,3 +117,20 @@ def test_without_a_proxy_the_state_is_kept() -> None:
     with beats(None) as heartbeats:
         heartbeats.update(phase="training", step=4)
         assert (heartbeats.state.phase, heartbeats.state.step) == ("training", 4)
+
+
+def test_a_commit_is_told_at_once_with_what_was_asked_of_the_bucket() -> None:
+    proxy = Proxy()
+    asked = iter(range(100))
+    heartbeats = Heartbeats(
+        proxy,
+        "learner-0",
+        on_drain=lambda: None,
+        store_requests=lambda: next(asked),
+        interval_s=60,
+        min_gap_s=0.01,
+    )
+    with heartbeats:
+        heartbeats.update(log_seq=7)
+        proxy.wait_for(lambda state: state.log_seq == 7)
+    assert [state.store_requests for state in proxy.states] == list(range(len(proxy.states)))

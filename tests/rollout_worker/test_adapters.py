@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from bucketrl.api.messages import PolicyHead
+from bucketrl.bucket import keys
+from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.adapters import Adapters
 
@@ -133,3 +135,17 @@ async def test_failures_are_reported_until_the_version_is_served(world: World) -
         await until(lambda: "policy version 0 is not served" in adapters.problem)
         await asyncio.wait_for(adapters.wait_for(0), 5)
         assert adapters.problem == ""
+
+
+@pytest.mark.parametrize("handed_on", ["the record", "another text", "nothing"])
+async def test_the_record_is_got_from_the_bucket_unless_the_proxy_hands_it_on(
+    world: World, adapters: Adapters, handed_on: str
+) -> None:
+    """What the proxy gives is held against the digest as well."""
+    newest = head(world)
+    key = keys.log(newest.log_seq)
+    text = {"the record": world.store.get(key).decode(), "another text": "{}", "nothing": ""}[handed_on]
+    before = requests_of(world.store).by_kind["get"]
+    await adapters.load(newest.model_copy(update={"record": text}))
+    assert adapters.newest == 0
+    assert requests_of(world.store).by_kind["get"] - before == (2 if handed_on == "the record" else 3)
