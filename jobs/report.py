@@ -1,19 +1,15 @@
 """What a run achieved, from its bucket alone: summary, plot, benchmark record."""
 
-import json
-import os
-import platform
-import subprocess
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.bucket.records import EvaluationRecord, RunRecord, StepRecord, decode
 from bucketrl.bucket.store import Store
+from bucketrl.jobs import benchmark_record
 from bucketrl.jobs.runs import read_log
 
 EDGE = 5
@@ -158,48 +154,16 @@ def plot(summary: Summary, path: Path) -> None:
 
 def record(summary: Summary, name: str, *, command: str, notes: str, folder: Path) -> Path:
     """Writes `<folder>/<name>.json`, the figures with what it takes to repeat them."""
-    path = folder / f"{name}.json"
-    document: dict[str, Any] = {
-        "name": name,
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "machine": machine(),
-        "command": command,
-        "seeds": [summary.run.config.seed],
-        "figures": summary.figures(),
-        "config": summary.run.config.model_dump(mode="json"),
-        "reward_per_step": [round(value, 4) for value in summary.curve("reward_mean")],
-        "notes": notes,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def machine() -> str:
-    """Cores, processor and GPU of this machine, for people."""
-    processor = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass  # no such file outside Linux: the architecture will do
-    gpu = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
-    return ", ".join([f"{os.cpu_count()} cores {processor}", *gpu])
-
-
-def _commit() -> str:
-    return _output("git", "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return benchmark_record.write(
+        name,
+        summary.figures(),
+        command=command,
+        seeds=[summary.run.config.seed],
+        notes=notes,
+        folder=folder,
+        config=summary.run.config.model_dump(mode="json"),
+        reward_per_step=[round(value, 4) for value in summary.curve("reward_mean")],
+    )
 
 
 def _evaluations(store: Store) -> tuple[EvaluationRecord, ...]:

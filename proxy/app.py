@@ -50,7 +50,8 @@ def create_app(
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> FastAPI:
     """The proxy of one run. `serialise_commits` opens the log route, for stores of tier 0. `on_failure`
-    hears of the defect that ended the following of the bucket. `app.state.follower` is the Follower."""
+    hears of the defect that ended the following of the bucket. `app.state.follower` is the
+    Follower, `app.state.core` the ProxyCore."""
     core = ProxyCore(store, run, clock=clock, wall=wall, new_id=new_id)
     follower = Follower(core, poll_s=poll_s)
 
@@ -80,7 +81,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.follower = follower
+    app.state.follower, app.state.core = follower, core
     app.add_middleware(Limits, limiter=RateLimiter(clock))
     app.include_router(
         job_routes(core, follower, serialise_commits=serialise_commits),

@@ -242,6 +242,12 @@ class Scheduler:
         """Uploaded attempts, not refused, of a group that is not consumed yet."""
         return tuple(sorted(self._uploaded.get(ordinal, ())))
 
+    def forgotten(self) -> list[int]:
+        """Ordinals issued that no part of this scheduler accounts for: always none."""
+        known = self._uploaded.keys() | self._unaccounted.keys() | self._queue
+        known |= set(self._leases.leased_ordinals())
+        return [o for o in range(self._cursor, self.next_ordinal) if o not in known and not self.is_consumed(o)]
+
     # -- inside -----------------------------------------------------------------------------------
 
     def _choose(self, worker_id: str, now: float) -> int | None:

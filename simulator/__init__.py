@@ -1,0 +1,1 @@
+"""Deterministic simulation: the real proxy, worker and learner code under virtual time and injected faults."""

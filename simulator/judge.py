@@ -1,0 +1,110 @@
+"""What must hold at the end of any history, whatever happened: the invariants of `bucket_layout.md` 9."""
+
+from bucketrl.bucket import keys
+from bucketrl.bucket.audit import audit
+from bucketrl.bucket.errors import Fenced, IntegrityError, StoreError
+from bucketrl.bucket.log import LogState
+from bucketrl.bucket.records import FileRef, RunRecord, StepRecord, decode_log, sha256_hex
+from bucketrl.bucket.stores.memory import MemoryStore
+from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup, decode
+from bucketrl.simulator import model
+from bucketrl.simulator.disk import Disk
+
+
+def is_honest_end(error: BaseException) -> bool:
+    """What a role may end with under faults; a supervisor starts it again."""
+    return isinstance(error, (Fenced, StoreError, IntegrityError))
+
+
+def finished(disk: Disk, run: RunRecord) -> bool:
+    return disk.newest is not None and disk.newest.step >= run.config.algorithm.steps
+
+
+def violations(disk: Disk, run: RunRecord) -> list[str]:
+    """Every invariant that this history has broken."""
+    log = {key: contents for key, contents in disk.archive.items() if key.startswith(keys.LOG_PREFIX)}
+    found = [f"log: {key} had {len(contents)} contents" for key, contents in log.items() if len(contents) > 1]
+    found += [f"log: {key} is gone" for key in log if key not in disk.objects]
+    found += _audit(disk)
+    try:
+        history = _verified(disk, run)
+    except IntegrityError as error:
+        return [*found, f"log: {error}"]
+    found += _lineage(disk, run, history)
+    return found
+
+
+def _audit(disk: Disk) -> list[str]:
+    store = MemoryStore("judge")
+    for key, data in disk.objects.items():
+        store.put(key, data)
+    return [f"audit: {violation}" for violation in audit(store).violations]
+
+
+def _verified(disk: Disk, run: RunRecord) -> list[StepRecord]:
+    state, found = LogState.empty(run), []
+    while (data := disk.objects.get(keys.log(state.next_seq))) is not None:
+        state = state.apply(data)
+        record = decode_log(data)
+        if isinstance(record, StepRecord):
+            found.append(record)
+    return found
+
+
+def _lineage(disk: Disk, run: RunRecord, history: list[StepRecord]) -> list[str]:
+    """Trains the whole run again, from the objects as they were, and looks at every token."""
+    found: list[str] = []
+    weights = model.UNTRAINED
+    adapters: dict[int, str] = {}
+    for commit in history:
+        groups = []
+        for ref in commit.groups:
+            data = _as_committed(disk, ref.file)
+            if data is None:
+                found.append(f"step {commit.step}: {ref.file.key} never had the bytes that the commit names")
+                return found
+            group = decode(
+                data, run_id=run.run_id, group_id=ref.group_id, attempt=ref.attempt, max_version=commit.step
+            )
+            groups.append(group)
+            found += [f"step {commit.step}: {problem}" for problem in _tokens(group, adapters)]
+        if commit.step > 0:
+            weights = model.trained(weights, groups)
+        adapters[commit.policy.version] = weights
+        [adapter] = [file for file in commit.policy.files if file.key.endswith(".safetensors")]
+        if _as_committed(disk, adapter) != weights.encode():
+            found.append(f"step {commit.step}: the adapter is not what its batches make of the one before")
+            return found
+    return found
+
+
+def _as_committed(disk: Disk, file: FileRef) -> bytes | None:
+    return next((data for data in disk.archive.get(file.key, ()) if sha256_hex(data) == file.sha256), None)
+
+
+def _tokens(group: TrajectoryGroup, adapters: dict[int, str]) -> list[str]:
+    problems = []
+    for trajectory in group.trajectories:
+        wrong = _wrong_token(trajectory, adapters)
+        if wrong is not None:
+            problems.append(f"{group.group_id} {group.attempt} sample {trajectory.sample}: {wrong}")
+    return problems
+
+
+def _wrong_token(trajectory: Trajectory, adapters: dict[int, str]) -> str | None:
+    """The first token that was not drawn, with this log-probability, by the version that it carries."""
+    context = list(trajectory.prompt_token_ids)
+    rows = zip(
+        trajectory.completion_token_ids,
+        trajectory.behaviour_logprobs,
+        trajectory.policy_versions,
+        strict=True,
+    )
+    for index, (token, logprob, version) in enumerate(rows):
+        weights = adapters.get(version)
+        if weights is None:
+            return f"token {index} carries version {version}, which was not committed"
+        if model.logprob(weights, context, token) != logprob:
+            return f"token {index} carries version {version} but was sampled by something else"
+        context.append(token)
+    return None
