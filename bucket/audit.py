@@ -87,7 +87,7 @@ def audit(store: Store, progress: Callable[[int, int], None] | None = None) -> A
     # Read again at the end: a run that goes on has its garbage collected meanwhile.
     boundary, doubtful = _boundary(store, run)
     if not broken:
-        reader.refresh()
+        violations += _read_log(reader)[1]
         doubtful += _too_high(boundary, reader, run)
     refuted = [failure for failure in failures if not _is_collected(*failure, boundary, reader)]
     violations += doubtful

@@ -465,6 +465,17 @@ def test_an_audit_beside_a_run_that_goes_on_and_is_collected_is_clean(at: int) -
     assert audit(Interrupted(world.store, at, go_on)).violations == ()
 
 
+def test_a_log_that_breaks_during_an_audit_is_a_violation() -> None:
+    world = World()
+    steps(world, 2)
+
+    def break_off() -> None:
+        world.store.put(keys.log(world.state.next_seq), b"torn")
+
+    [found] = audit(Interrupted(world.store, 20, break_off)).violations
+    assert (found.invariant, found.key) == (1, keys.log(4))
+
+
 def test_a_collector_deletes_in_parts_and_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "DELETED_AT_ONCE", 10)
     world = World()
