@@ -1,14 +1,17 @@
 """What reaches training: valid groups, one attempt each; everything else is quarantined and named."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from tests.learner.worlds import VOCAB, make_config, make_group, make_run, put_group, replace_first
+from tests.support.hub import BUCKET, StandInHub
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import Consumed, QuarantineRecord, decode
+from bucketrl.bucket.stores.hf import HfStore
 from bucketrl.bucket.stores.memory import MemoryStore
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner.intake import READINGS, Intake
@@ -218,3 +221,27 @@ def test_a_reference_to_another_object_is_refused() -> None:
     forged = ref.model_copy(update={"group_id": "0000-00000001"})
     with pytest.raises(IntegrityError, match="not the object of 0000-00000001"):
         world.intake.group(forged, 0)
+
+
+def test_groups_are_read_together_where_the_store_has_that_and_none_is_read_twice() -> None:
+    world = World(algorithm={"filter_zero_variance": False})
+    store = HfStore(BUCKET, "run", api=StandInHub(), sleep=lambda _: None)
+    world.intake._store = store
+    for ordinal in range(8):
+        put_group(store, make_group(ordinal, rewards=[1.0, 1.0]))
+    before = Counter(store.requests.snapshot().by_kind)
+    world.poll()
+    for candidate in world.intake.candidates.values():
+        world.intake.group(candidate.ref, 0)
+    assert world.found == list(range(8))
+    assert Counter(store.requests.snapshot().by_kind) - before == {"list": 1, "get": 1, "token": 1}
+
+
+def test_an_object_that_is_invalid_is_doubtful_until_it_counts_as_that() -> None:
+    world = World()
+    world.store.put(keys.trajectory(GroupId(0, 3), "worker-0-1"), b"no Parquet file")
+    doubts = []
+    for _ in range(READINGS):
+        world.poll()
+        doubts.append(world.intake.doubtful)
+    assert doubts == [True] * (READINGS - 1) + [False]
