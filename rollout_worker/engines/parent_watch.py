@@ -2,6 +2,9 @@
 
 vLLM imports this module in its worker process (`worker_extension_cls`), which is the moment when the watch
 begins. When the worker process dies, vLLM's engine process stops as well.
+
+The process also leaves the rollout worker's process group: a signal to all of the group (Ctrl-C, a batch
+system's SIGTERM) would else end it before the rollout worker has collected what is being drawn.
 """
 
 import os
@@ -31,4 +34,5 @@ def _die_with(pid: int) -> None:
 
 _parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
 if _parent != os.getpid():
+    os.setpgid(0, 0)
     threading.Thread(target=_die_with, args=(_parent,), name="parent watch", daemon=True).start()

@@ -20,9 +20,12 @@ time.sleep(60)
 
 
 def test_a_killed_parent_takes_the_engine_along() -> None:
+    """Though a signal to the parent's process group does not reach it."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        child = os.pidfd_open(int(parent.stdout.readline()))
+        pid = int(parent.stdout.readline())
+        assert os.getpgid(pid) != os.getpgid(parent.pid)
+        child = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(child, select.POLLIN)
         assert poll.poll(100) == []
