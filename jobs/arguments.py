@@ -89,7 +89,11 @@ def _add_roles(verbs: Verbs) -> None:
     verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     verb.add_argument("--threads", type=positive, metavar="N", help="of the CPU; default: torch decides")
     verb.add_argument(
-        "--poll", type=above_zero, default=2.0, metavar="S", help="between listings where no proxy tells of uploads"
+        "--poll",
+        type=above_zero,
+        default=2.0,
+        metavar="S",
+        help="between listings where no proxy tells of uploads",
     )
     _add_keep(verb, whole)
 
