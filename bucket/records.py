@@ -5,6 +5,7 @@ A record is stored once, as the bytes of `encode`, and is named elsewhere by the
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
@@ -141,7 +142,10 @@ class Consumed(Record):
     """Ordinals >= cursor that are consumed too, ascending."""
 
     def __contains__(self, ordinal: int) -> bool:
-        return ordinal < self.cursor or ordinal in self.above
+        if ordinal < self.cursor:
+            return True
+        place = bisect_left(self.above, ordinal)
+        return place < len(self.above) and self.above[place] == ordinal
 
     def add(self, ordinals: set[int]) -> "Consumed":
         """With `ordinals` consumed as well. Raises ValueError if one of them already was."""

@@ -236,7 +236,7 @@ class ProxyCore:
 
     def lease(self, request: LeaseRequest) -> LeaseReply:
         now = self.clock()
-        wait_s = max(IDLE_WAIT_S, len(self.roster.rollouts_alive(now)) / IDLE_REQUESTS_PER_S)
+        wait_s = max(IDLE_WAIT_S, self.roster.count_rollouts_alive(now) / IDLE_REQUESTS_PER_S)
         if not (self._caught_up or self.finished):
             return LeaseReply(leases=(), wait_seconds=wait_s, reason="no_policy")
         reply = self.scheduler.lease(request.worker_id, request.max_groups, now)

@@ -1,7 +1,6 @@
 """The leases that stand, found by id, by group, by worker and by age without walking over all of them."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ class LeaseTable:
     def __init__(self) -> None:
         self._by_id: dict[str, LiveLease] = {}
         self._by_ordinal: dict[int, list[LiveLease]] = {}
-        self._per_worker: Counter[str] = Counter()
+        self._by_worker: dict[str, dict[str, LiveLease]] = {}
         self._no_deadline_before = math.inf
 
     def __len__(self) -> int:
@@ -38,7 +37,7 @@ class LeaseTable:
         """`lease.lease_id` must be new, and `lease.issued_at` not below that of any other."""
         self._by_id[lease.lease_id] = lease
         self._by_ordinal.setdefault(lease.ordinal, []).append(lease)
-        self._per_worker[lease.worker_id] += 1
+        self._by_worker.setdefault(lease.worker_id, {})[lease.lease_id] = lease
         self._no_deadline_before = min(self._no_deadline_before, lease.deadline)
 
     def remove(self, lease: LiveLease) -> None:
@@ -48,9 +47,10 @@ class LeaseTable:
         siblings.remove(lease)
         if not siblings:
             del self._by_ordinal[lease.ordinal]
-        self._per_worker[lease.worker_id] -= 1
-        if not self._per_worker[lease.worker_id]:
-            del self._per_worker[lease.worker_id]
+        held = self._by_worker[lease.worker_id]
+        del held[lease.lease_id]
+        if not held:
+            del self._by_worker[lease.worker_id]
 
     def get(self, lease_id: str) -> LiveLease | None:
         return self._by_id.get(lease_id)
@@ -59,12 +59,10 @@ class LeaseTable:
         return tuple(self._by_ordinal.get(ordinal, ()))
 
     def of_worker(self, worker_id: str) -> list[LiveLease]:
-        if worker_id not in self._per_worker:
-            return []
-        return [lease for lease in self if lease.worker_id == worker_id]
+        return list(self._by_worker.get(worker_id, {}).values())
 
     def count_of(self, worker_id: str) -> int:
-        return self._per_worker[worker_id]
+        return len(self._by_worker.get(worker_id, {}))
 
     def leased_ordinals(self) -> list[int]:
         return list(self._by_ordinal)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Query
 
 from bucketrl.api.messages import GroupStatus, RunStatus, StepSummary, WorkerSummary
 from bucketrl.proxy.core import STEPS_KEPT, ProxyCore
-from bucketrl.proxy.status import group_status, run_status, worker_rows
+from bucketrl.proxy.status import group_status, run_status, steps_after, worker_rows
 
 
 def people_routes(core: ProxyCore) -> APIRouter:
@@ -25,7 +25,7 @@ def people_routes(core: ProxyCore) -> APIRouter:
         after: int = -1, limit: Annotated[int, Query(ge=1, le=STEPS_KEPT)] = STEPS_KEPT
     ) -> list[StepSummary]:
         """Committed steps above `after`, ascending; the newest `limit` of them."""
-        return [step for step in core.steps if step.step > after][-limit:]
+        return steps_after(core, after, limit)
 
     @router.get("/groups/{group_id}")
     async def group(group_id: Annotated[str, Path(pattern=r"^\d{4}-\d{8}$")]) -> GroupStatus:

@@ -22,15 +22,20 @@ class Member:
 
 @dataclass
 class Roster:
-    """Times are monotonic seconds."""
+    """Times are monotonic seconds, never decreasing."""
 
     _members: dict[str, Member] = field(default_factory=dict)
+    _rollouts: dict[str, float] = field(default_factory=dict)
+    """When rollout workers were heard of, longest ago first; silent ones leave when they are counted."""
     _lost: set[str] = field(default_factory=set)
 
     def heard(self, state: RolloutState | LearnerState, now: float) -> None:
         member = Member(state, now)
         self._members[member.id] = member
         self._lost.discard(member.id)
+        self._rollouts.pop(member.id, None)
+        if isinstance(state, RolloutState):
+            self._rollouts[member.id] = now
 
     def newly_silent(self, now: float) -> list[str]:
         """Ids of rollout workers that have gone silent since the last call."""
@@ -61,6 +66,15 @@ class Roster:
             for member in self._members.values()
             if isinstance(member.state, RolloutState) and self.is_alive(member, now)
         ]
+
+    def count_rollouts_alive(self, now: float) -> int:
+        """Asked with every lease: walks over no more than those that have gone silent since."""
+        while self._rollouts:
+            longest = next(iter(self._rollouts))
+            if now - self._rollouts[longest] <= SILENT_AFTER_S:
+                break
+            del self._rollouts[longest]
+        return len(self._rollouts)
 
     def learner_alive(self, now: float) -> bool:
         return any(

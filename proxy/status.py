@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 from bucketrl.api.messages import GroupStatus, LearnerState, RunStatus, StepSummary, WorkerSummary
 from bucketrl.proxy.core import ProxyCore
@@ -68,6 +68,12 @@ def group_status(core: ProxyCore, group_id: str) -> GroupStatus:
     if attempts:
         return GroupStatus(group_id=group_id, state="uploaded", attempts=attempts)
     return GroupStatus(group_id=group_id, state="leased" if holder else "not_issued", worker_id=holder)
+
+
+def steps_after(core: ProxyCore, step: int, limit: int) -> list[StepSummary]:
+    """Committed steps above `step`, ascending; the newest `limit` of them. Walks over no others."""
+    newest = takewhile(lambda one: one.step > step, reversed(core.steps))
+    return list(islice(newest, limit))[::-1]
 
 
 def steps_per_minute(steps: Sequence[StepSummary]) -> float:

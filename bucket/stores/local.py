@@ -134,7 +134,10 @@ class LocalStore:
     def _walk(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         """Objects below the folder `prefix` in key order: a folder sorts as its name with "/" behind."""
         try:
-            entries = list(os.scandir(self._root / prefix))
+            # Long folders are listed from near their end. "0" follows "/": a name that sorts before `start_after`
+            # with it does so as a file and as a folder.
+            found = os.scandir(self._root / prefix)
+            entries = [entry for entry in found if f"{prefix}{entry.name}0" > start_after]
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
