@@ -80,7 +80,7 @@ class SealedTable:
         self._check_shape(file, metadata, max_bytes)
         names = self.schema.names
         cells = _parsed(
-            lambda: file.read(columns=names).select(names).cast(self.schema).to_pylist(),
+            lambda: file.read(columns=names, use_threads=False).select(names).cast(self.schema).to_pylist(),
             "unreadable columns",
         )
         rows = [{name: self._value(name, cell) for name, cell in row.items()} for row in cells]

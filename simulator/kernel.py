@@ -1,7 +1,8 @@
 """Simulated processes: threads of which exactly one runs at a time, in virtual time.
 
-A thread runs until it sleeps, waits or ends; then the kernel advances the clock to the earliest thing that
-is due. The order in which threads run depends on nothing but the seed, so a seed is one history.
+A thread runs until it sleeps, waits or ends; then the clock advances to the earliest thing that is due, and
+the turn goes straight to the thread that waited for it. The order in which threads run depends on nothing
+but the seed, so a seed is one history.
 """
 
 import heapq
@@ -45,7 +46,9 @@ class _Thread:
         self.ticket = 0
         """Of the newest sleep or wait; an older wake-up is void."""
         self.done = False
-        self.go = threading.Semaphore(0)
+        self.go = threading.Lock()
+        """Released when it is this thread's turn."""
+        self.go.acquire()
         self.main = main
         self._kernel = kernel
         self._function = function
@@ -79,30 +82,67 @@ class Kernel:
         self._queue: list[tuple[float, float, int, Any, int]] = []
         self._count = 0
         self._local = threading.local()
-        self._back = threading.Semaphore(0)
+        self._over = threading.Lock()
+        """Released when nothing is left to run for `run` or `drain`."""
+        self._over.acquire()
+        self._until = 0.0
+        self._finished: Callable[[], bool] = lambda: True
+        self._draining = False
+        self._failure: Exception | None = None
 
     # -- seen from outside --------------------------------------------------------------------------
 
     def run(self, until: float, finished: Callable[[], bool]) -> None:
         """Runs what is due, in order, until `finished()` or the clock would pass `until`."""
-        while self._queue and not finished():
+        self._until, self._finished = until, finished
+        self._begin()
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Lets the threads of dead processes unwind."""
+        self._draining = True
+        self._begin()
+
+    def _begin(self) -> None:
+        first = self._next()
+        if first is not None:
+            first.go.release()
+            self._over.acquire()
+
+    def _next(self) -> _Thread | None:
+        """Advances the clock to the next thread whose turn it is; None if nothing is left to run."""
+        while self._queue and (self._draining or not self._finished()):
             at, _, _, what, ticket = heapq.heappop(self._queue)
-            if not isinstance(what, _Thread):
-                if at > until:
-                    return
+            if isinstance(what, _Thread):
+                if what.done or ticket != what.ticket or (self._draining and what.process.alive):
+                    continue
+                if what.process.alive and what.process.frozen_until > at:
+                    self._push(what.process.frozen_until, what, ticket)
+                    continue
+                if at > self._until and what.process.alive:
+                    return None
+                self.now = max(self.now, min(at, self._until))
+                return what
+            if at > self._until:
+                return None
+            if not self._draining:
                 self.now = max(self.now, at)
-                what()
-                continue
-            if what.done or ticket != what.ticket:
-                continue
-            if what.process.alive and what.process.frozen_until > at:
-                self._push(what.process.frozen_until, what, ticket)
-                continue
-            if at > until and what.process.alive:
-                return
-            self.now = max(self.now, min(at, until))
-            what.go.release()
-            self._back.acquire()
+                try:
+                    what()
+                except Exception as error:  # noqa: BLE001 - raised again by `run`
+                    self._failure = error
+                    return None
+        return None
+
+    def _hand_over(self, me: _Thread | None) -> None:
+        """Whose turn it is now runs, straight from the thread whose turn ends."""
+        following = self._next()
+        if following is me and me is not None:
+            return
+        (following.go if following is not None else self._over).release()
+        if me is not None:
+            me.go.acquire()
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
         """Calls `action` at that time, outside of any process."""
@@ -133,14 +173,6 @@ class Kernel:
             self._push(self.now, thread, thread.ticket)
         process.on_end(process, error)
 
-    def drain(self) -> None:
-        """Lets the threads of dead processes unwind."""
-        while self._queue:
-            _, _, _, what, _ = heapq.heappop(self._queue)
-            if isinstance(what, _Thread) and not what.done and not what.process.alive:
-                what.go.release()
-                self._back.acquire()
-
     def note(self, who: str, what: str) -> None:
         self.history.append((round(self.now, 3), who, what))
 
@@ -162,8 +194,7 @@ class Kernel:
             raise Crash
         if seconds is not None:
             self._push(self.now + max(0.0, seconds), thread, thread.ticket)
-        self._back.release()
-        thread.go.acquire()
+        self._hand_over(thread)
         thread.ticket += 1
         if not thread.process.alive:
             raise Crash
@@ -184,7 +215,7 @@ class Kernel:
         sleeper.set(self.sleep)
 
     def leave(self) -> None:
-        self._back.release()
+        self._hand_over(None)
 
     def _push(self, at: float, what: Any, ticket: int) -> None:
         self._count += 1
