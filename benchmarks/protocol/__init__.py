@@ -1,0 +1,1 @@
+"""What the bucket protocol costs: per store, as a run grows, and as its workers grow in number."""
