@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,8 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 class Role:
     """One role's command, started any number of times."""
 
+    module = "bucketrl.jobs"
+    """What is run, with `arguments`."""
     name: str
     arguments: list[str]
     log: Path
@@ -60,7 +62,7 @@ class Role:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bucketrl.jobs", *self.arguments],
+                [sys.executable, "-m", self.module, *self.arguments],
                 env=environment(self.env),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -140,21 +142,35 @@ def fleet(
     workers: int = 1,
     engine: str = "transformers",
     env: dict[str, str] | None = None,
+    role_type: type[Role] = Role,
+    learner: Sequence[str] = (),
+    rollout: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Roles by hand, not yet started; whatever runs at the end is killed."""
+    """Roles by hand, not yet started; whatever runs at the end is killed. `learner` and `rollout` are further
+    arguments of their commands."""
     port = free_port()
     proxy_url = f"http://127.0.0.1:{port}"
     env = env or {}
 
     def role(name: str, *arguments: str) -> Role:
-        return Role(name, list(arguments), folder / f"{name}.log", dict(env))
+        return role_type(name, list(arguments), folder / f"{name}.log", dict(env))
 
     made = Fleet(
         proxy_url=proxy_url,
         proxy=role("proxy", "proxy", "--bucket", bucket_url, "--port", str(port)),
-        learner=role("learner", "learner", "--bucket", bucket_url, "--proxy", proxy_url),
+        learner=role("learner", "learner", "--bucket", bucket_url, "--proxy", proxy_url, *learner),
         workers=[
-            role(f"rollout-{i}", "rollout", "--bucket", bucket_url, "--proxy", proxy_url, "--engine", engine)
+            role(
+                f"rollout-{i}",
+                "rollout",
+                "--bucket",
+                bucket_url,
+                "--proxy",
+                proxy_url,
+                "--engine",
+                engine,
+                *rollout,
+            )
             for i in range(workers)
         ],
     )

@@ -1,0 +1,1 @@
+"""A run under random signals and store faults; see `__main__.py`."""

@@ -1,0 +1,44 @@
+"""The chaos benchmark in small: a dozen signals to all roles, over a store that fails, then audit and replay."""
+
+from pathlib import Path
+
+import pytest
+from benchmarks.chaos.forked_roles import imported
+from benchmarks.chaos.plan import draw
+from benchmarks.chaos.runs import Setting, replay, run
+from benchmarks.chaos.store_faults import StoreFaults
+from tests.support.s3 import S3Server
+
+STEPS = 8
+KILLS = 12
+SEED = 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("s3_credentials")
+def test_a_dozen_signals_and_a_faulty_store_lose_nothing(tmp_path: Path, s3_server: S3Server) -> None:
+    setting = Setting("transformers", workers=2, steps=STEPS, seed=SEED, folder=tmp_path)
+    strikes = draw(SEED, kills=KILLS, steps=STEPS, workers=2)
+    faults = StoreFaults(SEED, 0.04)
+    with imported():
+        result = run(setting, "chaos", s3_server, strikes, faults=faults, say=lambda _: None)
+    assert result.audit.violations == ()
+    assert result.log_changed == ()
+    assert result.steps == STEPS
+    assert result.outcome.strikes.total() == KILLS
+    assert faults.injected.total() > 0
+    assert replay(setting, "chaos", s3_server)
+
+
+def test_a_seed_draws_the_same_strikes_again_over_all_roles_and_signals() -> None:
+    strikes = draw(0, kills=200, steps=100, workers=2)
+    assert strikes == draw(0, kills=200, steps=100, workers=2)
+    assert strikes != draw(1, kills=200, steps=100, workers=2)
+    assert {strike.role for strike in strikes} == {"proxy", "learner", "rollout-0", "rollout-1"}
+    assert {strike.signal.name for strike in strikes} == {"SIGKILL", "SIGTERM", "SIGSTOP"}
+    assert [strike.at_step for strike in strikes] == sorted(strike.at_step for strike in strikes)
+    assert max(strike.at_step for strike in strikes) < 100
+    seconds = [strike for strike in strikes if strike.second_after_s is not None]
+    assert seconds
+    assert all(strike.second_after_s <= strike.frozen_s for strike in seconds)
