@@ -15,6 +15,7 @@ from bucketrl.api.messages import Lease, LeaseCounts, LeaseReply
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import Consumed
 from bucketrl.proxy.leases import LeaseTable, LiveLease
+from bucketrl.proxy.reissue import ReissueQueue
 from bucketrl.proxy.tail import Tail
 
 ADOPTION_GRACE_S = 10.0
@@ -64,7 +65,7 @@ class Scheduler:
     _cursor: int = 0
     _above: frozenset[int] = frozenset()
     _pending_skips: frozenset[int] = frozenset()
-    _queue: set[int] = field(default_factory=set)
+    _queue: ReissueQueue = field(default_factory=ReissueQueue)
     _uploaded: dict[int, set[str]] = field(default_factory=dict)
     _refused: dict[int, set[str]] = field(default_factory=dict)
     """Quarantined attempts: their objects stay in the bucket, and every listing shows them again."""
@@ -83,7 +84,7 @@ class Scheduler:
         self.finished = finished
         self._advance_to(max(self._cursor, max(self._above, default=-1) + 1), now)
         self._pending_skips = frozenset(o for o in self._pending_skips if not self.is_consumed(o))
-        self._queue = {o for o in self._queue if not self.is_consumed(o)}
+        self._queue.discard_if(self.is_consumed)
         for held in (self._uploaded, self._refused, self._unaccounted, self._partial):
             for ordinal in [o for o in held if self.is_consumed(o)]:
                 del held[ordinal]
@@ -106,6 +107,8 @@ class Scheduler:
                 continue
             self._advance_to(ordinal + 1, now)
             self._partial.setdefault(ordinal, attempt)
+            if ordinal in self._queue:
+                self._queue.add(ordinal, begun=True)
 
     def quarantined(self, ordinal: int, attempt: str) -> None:
         """The learner refused this attempt: the group must be sampled again unless another one is there."""
@@ -244,18 +247,19 @@ class Scheduler:
 
     def forgotten(self) -> list[int]:
         """Ordinals issued that no part of this scheduler accounts for: always none."""
-        known = self._uploaded.keys() | self._unaccounted.keys() | self._queue
+        known = self._uploaded.keys() | self._unaccounted.keys() | set(self._queue)
         known |= set(self._leases.leased_ordinals())
-        return [o for o in range(self._cursor, self.next_ordinal) if o not in known and not self.is_consumed(o)]
+        return [
+            o for o in range(self._cursor, self.next_ordinal) if o not in known and not self.is_consumed(o)
+        ]
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _choose(self, worker_id: str, now: float) -> int | None:
-        if self._queue:
-            ordinal = min(self._queue, key=lambda o: (o not in self._partial, o))
-            self._queue.remove(ordinal)
+        waiting = self._queue.pop()
+        if waiting is not None:
             self.totals.reissued += 1
-            return ordinal
+            return waiting
         if self.outstanding < self.limits.max_outstanding:
             self.next_ordinal += 1
             return self.next_ordinal - 1
@@ -316,4 +320,4 @@ class Scheduler:
     def _requeue(self, ordinal: int) -> None:
         """Puts a group that nobody holds into the queue."""
         if not (self.is_consumed(ordinal) or ordinal in self._uploaded or self._leases.of_group(ordinal)):
-            self._queue.add(ordinal)
+            self._queue.add(ordinal, begun=ordinal in self._partial)

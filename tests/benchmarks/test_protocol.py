@@ -11,7 +11,7 @@ from benchmarks.protocol.steps import GROUPS, MAX_STALENESS, PER_STEP, LongRun
 from bucketrl.bucket import snapshots
 from bucketrl.bucket.retention import least_keep
 
-SHORT, LONG = 10, 400
+SHORT, LONG = 10, 1_000
 
 
 def silent(_: str) -> None:
@@ -30,6 +30,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LongRun]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_step_of_a_long_run_asks_the_store_for_what_a_step_of_a_short_one_asks(
     grown: dict[int, LongRun],
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_step_of_a_long_run_asks_the_store_for_what_a_step_of_a_short_one_asks
     assert short["learner"].requests["list"] == 1
 
 
+@pytest.mark.slow
 def test_who_joins_late_asks_no_more_the_longer_the_run(grown: dict[int, LongRun]) -> None:
     joined = grown[LONG].one_more_step()
     assert joined["late joiner"].requests["list"] == 2
