@@ -8,6 +8,8 @@ WINDOW_S = 300.0
 SAMPLE_S = 5.0
 LEAST_S = 60.0
 """A shorter history is not extrapolated: every start asks much at once."""
+MAX_MEMBERS = 4096
+"""Whose last report is kept: each worker that starts has a new name, for as long as the run lasts."""
 
 
 @dataclass
@@ -21,8 +23,10 @@ class StoreTraffic:
 
     def reported(self, member: str, role: str, requests: int, now: float) -> None:
         """`requests`: sent since the member started. A smaller number than before: it has started again."""
-        before = self._reported.get(member, requests)
+        before = self._reported.pop(member, requests)
         self._reported[member] = requests
+        if len(self._reported) > MAX_MEMBERS:
+            del self._reported[next(iter(self._reported))]  # the one that was heard of longest ago
         self.totals[role] += requests - before if requests >= before else requests
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
             self._samples.append((now, self.totals.total()))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.proxy.worlds import World, learner, proxy_of, rollout
 
-from bucketrl.proxy.store_traffic import WINDOW_S, StoreTraffic
+from bucketrl.proxy.store_traffic import MAX_MEMBERS, WINDOW_S, StoreTraffic
 
 
 def test_the_rate_is_that_of_the_last_five_minutes() -> None:
@@ -46,6 +46,15 @@ def test_totals_are_what_was_sent_since_the_first_report_and_the_memory_is_bound
     assert traffic.totals.total() == sum(sent[member] - start for member, start in first.items())
     assert len(traffic._samples) <= WINDOW_S / 5 + 2
     assert traffic.per_minute(now) >= 0
+
+
+def test_workers_that_are_long_gone_are_not_kept() -> None:
+    traffic = StoreTraffic()
+    for number in range(MAX_MEMBERS + 10):
+        traffic.reported("stays", "rollout", number, float(number))
+        traffic.reported(f"w{number}", "rollout", 5, float(number))
+    assert len(traffic._reported) == MAX_MEMBERS
+    assert traffic.totals["rollout"] == MAX_MEMBERS + 9
 
 
 async def test_status_and_metrics_show_what_each_role_sends() -> None:
