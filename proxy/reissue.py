@@ -11,7 +11,7 @@ class ReissueQueue:
         self._begun: dict[int, bool] = {}
         """What waits, and whether somebody has begun it."""
         self._heap: list[tuple[bool, int]] = []
-        """(nobody has begun it, ordinal) of all that waits, and stale: of what has left, or has been begun since."""
+        """(nobody has begun it, ordinal) of all that waits, stale ones too: of what has left or was begun since."""
 
     def __len__(self) -> int:
         return len(self._begun)
