@@ -18,7 +18,7 @@ from bucketrl.jobs import benchmark_record
 
 LENGTHS = (10, 100, 1_000, 10_000)
 FLEETS = (1, 10, 100, 1_000)
-PASSES = DEFAULT_KEEP // 2
+STEPS_PER_PASS = DEFAULT_KEEP // 2
 """Steps from one collection to the next."""
 GROUPS_PER_STEP = 64
 """Of the run whose API requests are counted."""
@@ -95,7 +95,7 @@ def _requests_of(cost: Cost) -> float:
 def _step_ms(costs: dict[str, Cost]) -> float:
     """Of all roles together; a collection is shared by the steps until the next one."""
     each = {role: _cpu_ms(costs[role]) for role in steps.PER_STEP}
-    return sum(each.values()) - each["collector"] * (1 - 1 / PASSES)
+    return sum(each.values()) - each["collector"] * (1 - 1 / STEPS_PER_PASS)
 
 
 def _rounded(table: dict[int, dict[str, float]]) -> dict[str, dict[str, float]]:

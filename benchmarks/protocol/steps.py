@@ -52,10 +52,10 @@ class LongRun:
         self._local = folder / "local"
         self._pass_every = max(1, keep // 2)
         self._now = 0.0
-        self._reader = LogReader(self.stores["learner"], self.run)
         self.writer = LogWriter(
-            self._reader, create_in(self.stores["learner"]), now=lambda: NOW, new_id=ids("w")
-        )
+            LogReader(self.stores["learner"], self.run), create_in(self.stores["learner"]), now=lambda: NOW,
+            new_id=ids("w"),
+        )  # fmt: skip
         self.intake = Intake(
             self.stores["learner"], self.run, vocab_size=1000, learner_id="l", now=lambda: NOW,
             on_refused=lambda *_: None,
