@@ -173,9 +173,7 @@ def _is_collected(check: Check, error: IntegrityError, boundary: int, reader: Lo
         allowed = newest is not None and newest.step >= check.step + CHECKPOINTS_KEPT
     else:
         allowed = 0 < check.step <= boundary
-    # Create-if-absent forgets: a learner that froze before its batch may write one that was collected anew.
-    again = check.key.startswith(keys.BATCH_PREFIX)
-    return allowed and (again or isinstance(error, Missing))
+    return allowed and isinstance(error, Missing)
 
 
 def _verify(
@@ -253,10 +251,10 @@ def _leftovers(store: Store, commits: Sequence[StepRecord]) -> tuple[int, list[s
         notes.append(f"checkpoints of {collected} older steps are gone; only the newest is needed")
     newest = commits[-1].step if commits else -1
     for info in store.list(keys.BATCH_PREFIX):
-        step = keys.parse_batch(info.key)
-        if step is None:
+        parsed = keys.parse_batch(info.key)
+        if parsed is None:
             notes.append(f"{info.key}: foreign key")
-        elif step > newest:
+        elif parsed[0] > newest:
             notes.append(f"{info.key}: written ahead, not committed yet")
     for prefix, parse in (
         (keys.LOG_PREFIX, keys.parse_log),

@@ -117,10 +117,11 @@ def _check_canary(commit: StepRecord) -> None:
 
 
 def _check_batch(store: Store, commit: StepRecord, ref: FileRef) -> None:
-    if ref.key != keys.batch(commit.step):
-        raise IntegrityError(f"not {keys.batch(commit.step)}, where this step's batch belongs")
+    key = keys.batch(commit.step, commit.epoch)
+    if ref.key != key:
+        raise IntegrityError(f"not {key}, where this commit's batch belongs")
     batch = decode(BatchRecord, _read(store, ref))
-    for name in ("run_id", "step", "groups", "skipped"):
+    for name in ("run_id", "step", "epoch", "groups", "skipped"):
         if getattr(batch, name) != getattr(commit, name):
             raise IntegrityError(f"its {name} differ from those of {keys.log(commit.seq)}")
 

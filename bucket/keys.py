@@ -29,7 +29,7 @@ _ARTIFACT = re.compile(
 )
 _SNAPSHOT = re.compile(r"^snapshots/(\d{8})\.json$", re.ASCII)
 _BOUNDARY = re.compile(r"^gc/(\d{8})\.json$", re.ASCII)
-_BATCH = re.compile(r"^batches/(\d{8})\.json$", re.ASCII)
+_BATCH = re.compile(r"^batches/(\d{8})-e(\d{4,})\.json$", re.ASCII)
 _QUARANTINE = re.compile(r"^quarantine/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.json$", re.ASCII)
 
 
@@ -93,14 +93,15 @@ def folder_number(folder: str) -> int:
     return int(folder.partition("/")[2].partition("-")[0])
 
 
-def batch(step: int) -> str:
-    return f"{BATCH_PREFIX}{step:08d}.json"
+def batch(step: int, epoch: int) -> str:
+    """The epoch is part of it for the same reason as in `policy`: no two learners ever write one key."""
+    return f"{BATCH_PREFIX}{step:08d}-e{epoch:04d}.json"
 
 
-def parse_batch(key: str) -> int | None:
-    """The step, or None for a foreign key."""
+def parse_batch(key: str) -> tuple[int, int] | None:
+    """Step and epoch, or None for a foreign key."""
     match = _BATCH.fullmatch(key)
-    return int(match[1]) if match else None
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def trajectory(group_id: GroupId, attempt: str) -> str:

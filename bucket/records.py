@@ -178,7 +178,7 @@ class StepRecord(LogRecord):
 
 
 class BatchRecord(Record):
-    """`batches/<step>.json`: written before the optimizer step, so that a step done twice is the same."""
+    """`batches/<step>-e<epoch>.json`: written before the optimizer step, so that a step done twice is the same."""
 
     kind: Literal["batch"] = "batch"
     protocol: int = PROTOCOL_VERSION

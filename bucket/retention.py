@@ -92,8 +92,8 @@ class Retained:
         return [info for info in objects if self._may_go(info.key, newest)]
 
     def _may_go(self, key: str, snapshots_kept: Sequence[int]) -> bool:
-        if (step := keys.parse_batch(key)) is not None:
-            return step <= self.boundary
+        if (batch := keys.parse_batch(key)) is not None:
+            return batch[0] <= self.boundary
         if (artifact := keys.parse_artifact(key)) is not None:
             folder = artifact[0]
             newest = self.version if folder.startswith(keys.POLICY_PREFIX) else self.step

@@ -78,13 +78,14 @@ def compare(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> list[Dif
 
 
 def _copy(source: Store, target: Store, commits: Sequence[StepRecord]) -> int:
-    """The batches and trajectories that the commits name."""
-    names = [commit.batch.key for commit in commits if commit.batch]
+    """The batches, as if a learner before the first had left them behind, and the trajectories that they name."""
+    copies = {keys.batch(commit.step, 0): commit.batch.key for commit in commits if commit.batch}
     for commit in commits:
-        names += [ref.file.key for ref in commit.groups] + [ref.file.key for ref in commit.skipped]
-    for name in names:
-        target.put(name, source.get(name))
-    return len(names)
+        copies |= {ref.file.key: ref.file.key for ref in commit.groups}
+        copies |= {ref.file.key: ref.file.key for ref in commit.skipped}
+    for name, original in copies.items():
+        target.put(name, source.get(original))
+    return len(copies)
 
 
 def _environment(store: Store, commit: StepRecord) -> Environment:

@@ -3,7 +3,7 @@
       rollout workers                                                    rollout workers, proxy
             │ trajectories/                                                 ▲ log/ names policy/, checkpoints/
             ▼                                                               │
-      ┌─ intake ──► select ──► batches/<step>.json ──► trainer ──► publisher ──► log writer ─┐
+      ┌─ intake ──► select ──► batches/… ────────────► trainer ──► publisher ──► log writer ─┐
       │  decode,    oldest     write-ahead: from       LoRA,       adapter,      the commit: │
       │  check      first      here on the step is     AdamW       checkpoint,   one create  │
       │                        fixed                               canary                    │

@@ -119,7 +119,7 @@ def run_learner(
             trainer=Trainer(policy, optimizer),
             publisher=Publisher(store, run, policy, optimizer, staging),
             intake=intake,
-            batches=Batches(store, tier, intake, new_id=_new_id),
+            batches=Batches(store, intake, new_id=_new_id),
             heartbeats=heartbeats,
             stop=stop,
             arrivals=Arrivals(client.uploads if client else None, poll_s=options.poll_s, stop=stop),

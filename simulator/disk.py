@@ -32,6 +32,8 @@ class Disk:
         self.objects: dict[str, bytes] = {}
         self.archive: dict[str, list[bytes]] = {}
         """Key -> every content that it ever had, oldest first."""
+        self.written_at: dict[str, float] = {}
+        """Key -> when it appeared first."""
         self._listed_from: dict[str, float] = {}
         self.newest: StepRecord | None = None
         """The newest commit."""
@@ -41,6 +43,7 @@ class Disk:
         if key not in self.objects:
             self._listed_from[key] = self._kernel.now + self._lag.uniform(0.0, self._scenario.list_lag_s)
         self.objects[key] = data
+        self.written_at.setdefault(key, self._kernel.now)
         if key.startswith(keys.LOG_PREFIX):
             record = decode_log(data)
             self.newest = record if isinstance(record, StepRecord) else self.newest

@@ -4,7 +4,16 @@ from bucketrl.bucket import keys
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.errors import Fenced, IntegrityError, StoreError
 from bucketrl.bucket.log import LogState
-from bucketrl.bucket.records import FileRef, RunRecord, StepRecord, decode_log, sha256_hex
+from bucketrl.bucket.records import (
+    BatchRecord,
+    FileRef,
+    RunRecord,
+    StartRecord,
+    StepRecord,
+    decode_log,
+    sha256_hex,
+)
+from bucketrl.bucket.records import decode as decode_record
 from bucketrl.bucket.stores.memory import MemoryStore
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup, decode
 from bucketrl.simulator import model
@@ -31,6 +40,7 @@ def violations(disk: Disk, run: RunRecord) -> list[str]:
     except IntegrityError as error:
         return [*found, f"log: {error}"]
     found += _lineage(disk, run, history)
+    found += [problem for commit in history if (problem := _write_ahead(disk, commit)) is not None]
     return found
 
 
@@ -76,6 +86,35 @@ def _lineage(disk: Disk, run: RunRecord, history: list[StepRecord]) -> list[str]
             found.append(f"step {commit.step}: the adapter is not what its batches make of the one before")
             return found
     return found
+
+
+def _write_ahead(disk: Disk, commit: StepRecord) -> str | None:
+    """Whether the step was trained on the batch that the newest learner before had stored for it, if any."""
+    earlier = {
+        parsed[1]: key
+        for key in disk.archive
+        if (parsed := keys.parse_batch(key)) is not None
+        and parsed[0] == commit.step
+        and parsed[1] < commit.epoch
+    }
+    if not earlier:
+        return None
+    key = earlier[max(earlier)]
+    if disk.written_at[key] >= _started_at(disk, commit.epoch):
+        return None  # it landed late
+    batch = decode_record(BatchRecord, disk.archive[key][-1])
+    if (batch.groups, batch.skipped) == (commit.groups, commit.skipped):
+        return None
+    return f"step {commit.step}: trained on another batch than {key}, which was there"
+
+
+def _started_at(disk: Disk, epoch: int) -> float:
+    for key, contents in disk.archive.items():
+        if key.startswith(keys.LOG_PREFIX):
+            record = decode_log(contents[0])
+            if isinstance(record, StartRecord) and record.epoch == epoch:
+                return disk.written_at[key]
+    raise AssertionError(f"a commit of epoch {epoch}, which never started")
 
 
 def _as_committed(disk: Disk, file: FileRef) -> bytes | None:

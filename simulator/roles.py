@@ -151,7 +151,7 @@ def learner(machine: Machine, on_terminate: Callable[[StopFunction], None]) -> N
             trainer=trainer,
             publisher=model.Publisher(store, run, trainer, Path(name)),
             intake=intake,
-            batches=Batches(store, store.tier, intake, new_id=partial(_new_id, rng)),
+            batches=Batches(store, intake, new_id=partial(_new_id, rng)),
             heartbeats=heartbeats,
             stop=stop,
             arrivals=Arrivals(client.uploads, poll_s=0.5, stop=stop),

@@ -49,7 +49,7 @@ def simulate(scenario: Scenario, planted: str | None = None) -> Outcome:
     logging.getLogger("bucketrl").setLevel(logging.CRITICAL)
     # A simulated run is short: what a real one does every minute or every 64 records happens in it as well.
     housekeeping.MIN_GAP_S, snapshots.EVERY = 4.0, 5
-    core.IDLE_WAIT_S = 2.0  # most requests of a simulated run were idle workers'
+    vars(core)["IDLE_WAIT_S"] = 2.0  # most requests of a simulated run were idle workers'
     sys.unraisablehook = _ignore_the_dead
     folder = Path(tempfile.mkdtemp(prefix="bucketrl-simulation-", dir=_SCRATCH))
     try:

@@ -171,7 +171,7 @@ def step_record(
             version=step, files=(file_ref(policy + "adapter_model.safetensors", b"adapter"),)
         ),
         "checkpoint": CheckpointRef(step=step, files=(file_ref(checkpoint + "state.json", b"{}"),)),
-        "batch": file_ref(keys.batch(step), b"batch") if step else None,
+        "batch": file_ref(keys.batch(step, header.epoch), b"batch") if step else None,
         "groups": groups,
         "consumed": state.consumed.add(set(chosen)),
         "canary": CANARY,
@@ -230,7 +230,7 @@ class Learner:
             skipped=tuple(skipped),
             write_id=f"batch-{self.name}-{self.next_step}",
         )
-        self.store.create(keys.batch(batch.step), batch.encode())
+        self.store.put(keys.batch(batch.step, batch.epoch), batch.encode())
         return batch
 
     def publish(self, prefix: str, files: dict[str, bytes]) -> tuple[FileRef, ...]:
@@ -240,8 +240,12 @@ class Learner:
             return artifacts.publish(self.store, prefix, Path(folder))
 
     def commit(self, batch: BatchRecord | None = None, /, **changes: Any) -> StepRecord:
-        """Publishes adapter and checkpoint, then commits `batch` (None for step 0)."""
+        """Publishes adapter and checkpoint, then commits `batch` (None for step 0), taken over if it is another
+        learner's."""
         step, epoch = self.next_step, self.writer.epoch
+        if batch is not None and batch.epoch != epoch:
+            batch = batch.model_copy(update={"epoch": epoch})
+            self.store.put(keys.batch(batch.step, epoch), batch.encode())
         policy = self.publish(
             keys.policy(step, epoch),
             {"adapter_model.safetensors": b"adapter %d" % step, "adapter_config.json": b'{"r": 16}'},
@@ -253,7 +257,7 @@ class Learner:
             "step": step,
             "policy": PolicyRef(version=step, files=policy),
             "checkpoint": CheckpointRef(step=step, files=checkpoint),
-            "batch": file_ref(keys.batch(step), batch.encode()) if batch else None,
+            "batch": file_ref(keys.batch(step, epoch), batch.encode()) if batch else None,
             "groups": batch.groups if batch else (),
             "skipped": batch.skipped if batch else (),
             "consumed": self.reader.state.consumed.add(ordinals),
@@ -305,7 +309,7 @@ def worked_example(store: Store) -> dict[str, Record]:
     store.put(keys.partial(GroupId.parse(left.group_id), left.attempt), partials.encode(left))
     ended, cut = trajectory(0, version=1), trajectory(1, reward=1.0, policy_versions=(1, 1, 2))
     upload(store, group(5, "w1-0005", trajectories=(ended, cut)))
-    records: dict[str, Record] = {keys.RUN: run, keys.batch(2): batch}
+    records: dict[str, Record] = {keys.RUN: run, keys.batch(2, 2): batch.model_copy(update={"epoch": 2})}
     reader = LogReader(store, run)
     for record in reader.refresh():
         records[keys.log(record.seq)] = record

@@ -107,8 +107,13 @@ SKIPPED = "trajectories/0000-00000003/w1-0003.parquet"
         (rewrite_head(step=3), 1, "log/00000004.json", "step is 3, want 2"),
         (change_committed_metric, 1, "log/00000003.json", "parent_sha256"),
         (remove("log/00000003.json"), 1, "log/00000003.json", "missing, but log/00000004.json exists"),
-        (flip("batches/00000001.json"), 1, "batches/00000001.json", "the commit says"),
-        (remove("batches/00000002.json"), 1, "batches/00000002.json", "missing, but a commit names it"),
+        (flip("batches/00000001-e0001.json"), 1, "batches/00000001-e0001.json", "the commit says"),
+        (
+            remove("batches/00000002-e0002.json"),
+            1,
+            "batches/00000002-e0002.json",
+            "missing, but a commit names it",
+        ),
         (rewrite_head(groups=[]), 2, "log/00000004.json", "names no batch or no group"),
         (rewrite_head(consumed={"cursor": 4, "above": []}), 2, "log/00000004.json", "consumed is cursor 4"),
         (rewrite_head(consumed={"cursor": 9, "above": []}), 2, "log/00000004.json", "consumed is cursor 9"),
@@ -184,7 +189,7 @@ def test_a_batch_that_is_not_what_was_trained_is_found(memory: Store) -> None:
     batch = learner.write_batch([first, second])
     swapped = batch.model_copy(update={"groups": (second, first)})
     learner.commit(batch, groups=swapped.groups)
-    assert only_violation(memory)[:2] == (1, "batches/00000001.json")
+    assert only_violation(memory)[:2] == (1, "batches/00000001-e0001.json")
     assert "its groups differ" in only_violation(memory)[2]
 
 
@@ -293,9 +298,9 @@ def test_artefacts_outside_their_incarnations_folder_are_found(
 def test_a_batch_under_another_steps_key_is_found(memory: Store) -> None:
     learner = begun(memory)
     batch = learner.write_batch([upload(memory, group(0))])
-    memory.put(keys.batch(7), batch.encode())
-    learner.commit(batch, batch=file_ref(keys.batch(7), batch.encode()))
-    assert only_violation(memory)[:2] == (1, keys.batch(7))
+    memory.put(keys.batch(7, 1), batch.encode())
+    learner.commit(batch, batch=file_ref(keys.batch(7, 1), batch.encode()))
+    assert only_violation(memory)[:2] == (1, keys.batch(7, 1))
 
 
 def test_what_is_merely_odd_is_noted(memory: Store) -> None:
@@ -305,7 +310,7 @@ def test_what_is_merely_odd_is_noted(memory: Store) -> None:
     beyond = "trajectories/0000-00000099/w1-0001.parquet"
     memory.put(beyond, b"x")
     memory.put(keys.policy(3, 2) + "adapter_model.safetensors", b"unfinished")
-    memory.put(keys.batch(3), b"written ahead")
+    memory.put(keys.batch(3, 1), b"written ahead")
     memory.delete(["checkpoints/00000000-e0001/state.safetensors"])
     trained = decode_log(memory.get(keys.log(2)))
     assert isinstance(trained, StepRecord)
@@ -318,7 +323,7 @@ def test_what_is_merely_odd_is_noted(memory: Store) -> None:
         [
             *(f"{key}: foreign key" for key in ("log/notes.txt", "policy/readme.md", "trajectories/x")),
             *(f"{key}: foreign key" for key in ("batches/a.json", "quarantine/b", beyond)),
-            "batches/00000003.json: written ahead, not committed yet",
+            "batches/00000003-e0001.json: written ahead, not committed yet",
             "checkpoints of 1 older steps are gone; only the newest is needed",
             f"{quarantined}: quarantined, yet trained: another reading found the object whole",
         ]
@@ -362,5 +367,6 @@ def test_several_violations_are_all_found(memory: Store) -> None:
 
 def test_the_batch_of_a_step_that_was_done_again_is_the_first_ones(memory: Store) -> None:
     worked_example(memory)
-    assert decode(BatchRecord, memory.get(keys.batch(2))).epoch == 1
+    left, taken = (decode(BatchRecord, memory.get(keys.batch(2, epoch))) for epoch in (1, 2))
+    assert (left.groups, left.skipped) == (taken.groups, taken.skipped)
     assert decode_log(memory.get(keys.log(4))).epoch == 2

@@ -65,7 +65,8 @@ class World:
         """Trains the batch of a learner that died if there is one, else the next group; skips another."""
         cursor = self.state.consumed.cursor
         try:
-            batch = decode(BatchRecord, self.store.get(keys.batch(self.learner.next_step)))
+            before = self.learner.writer.epoch - 1
+            batch = decode(BatchRecord, self.store.get(keys.batch(self.learner.next_step, before)))
         except NotFound:
             same = upload(
                 self.store,
@@ -77,7 +78,7 @@ class World:
     def die(self) -> None:
         """Before its commit: the batch and the files of the adapter and the checkpoint are there."""
         cursor, number, epoch = self.state.consumed.cursor, self.learner.next_step, self.learner.writer.epoch
-        if number > 0 and not list(self.store.list(keys.BATCH_PREFIX, keys.batch(number - 1))):
+        if number > 0 and not list(self.store.list(keys.BATCH_PREFIX, keys.batch(number - 1, 10**6))):
             self.learner.write_batch([self.upload(cursor)])
         self.store.put(keys.policy(number, epoch) + "adapter_model.safetensors", b"orphan")
         self.store.put(keys.checkpoint(number, epoch) + "state.safetensors", b"orphan")
@@ -142,7 +143,9 @@ def test_a_pass_removes_what_old_commits_needed_and_says_so_first() -> None:
     changes = [name for name, _ in counting.calls if name in ("put", "delete")]
     assert changes[0] == "put"
     assert set(changes[1:]) == {"delete"}
-    assert listed(world.store, keys.BATCH_PREFIX) == [keys.batch(step) for step in (7, 8, 9)]
+    assert listed(world.store, keys.BATCH_PREFIX) == [
+        keys.batch(step, epoch) for step, epoch in ((7, 1), (8, 1), (9, 1), (9, 2))
+    ]
     versions = {keys.folder_number(key) for key in listed(world.store, keys.POLICY_PREFIX)}
     assert versions == {0, 7, 8, 9}
     assert {keys.folder_number(key) for key in listed(world.store, keys.CHECKPOINT_PREFIX)} == {0, 8, 9}
@@ -378,7 +381,7 @@ def test_the_audit_counts_what_is_collected() -> None:
 @pytest.mark.parametrize(
     ("key", "invariant"),
     [
-        (keys.batch(6), 1),
+        (keys.batch(6, 1), 1),
         (keys.policy(6, 1) + "adapter_config.json", 5),
         (keys.policy(0, 1) + "adapter_config.json", 5),
         (keys.checkpoint(8, 1) + "state.safetensors", 6),
@@ -403,19 +406,18 @@ def test_what_is_there_below_the_boundary_is_verified() -> None:
     world.store.put(keys.boundary(5), boundary_record(5))
     torn = keys.policy(2, 1) + "adapter_config.json"
     world.store.put(torn, b"torn")
-    world.store.delete([keys.batch(3)])
+    world.store.delete([keys.batch(3, 1)])
     report = audit(world.store)
     assert [violation.key for violation in report.violations] == [torn]
     assert report.collected == 1
 
 
-def test_a_batch_that_a_frozen_learner_writes_anew_is_garbage() -> None:
-    """Create-if-absent forgets what was deleted; the learner is fenced before its batch counts."""
+def test_a_batch_that_a_frozen_learner_writes_late_is_garbage() -> None:
     world = collected_world()
-    world.store.create(keys.batch(2), b"another choice")
+    world.store.put(keys.batch(2, 9), b"another choice")
     assert audit(world.store).violations == ()
     collector_on(world.store).collect(world.state)
-    assert listed(world.store, keys.BATCH_PREFIX) == [keys.batch(step) for step in (6, 7, 8)]
+    assert listed(world.store, keys.BATCH_PREFIX) == [keys.batch(step, 1) for step in (6, 7, 8)]
 
 
 def test_a_boundary_that_lets_go_what_is_needed_is_a_violation() -> None:

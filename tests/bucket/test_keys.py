@@ -22,7 +22,7 @@ def test_keys_of_attempts_parse_back(group_id: GroupId, attempt: str) -> None:
 @given(st.integers(0, 99_999_999))
 def test_log_and_batch_keys_parse_back(number: int) -> None:
     assert keys.parse_log(keys.log(number)) == number
-    assert keys.parse_batch(keys.batch(number)) == number
+    assert keys.parse_batch(keys.batch(number, number)) == (number, number)
 
 
 @given(st.lists(group_ids, min_size=2, max_size=2, unique=True))

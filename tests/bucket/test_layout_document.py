@@ -80,11 +80,11 @@ def test_examples_name_each_other_by_their_true_digests() -> None:
     assert start["parent_sha256"] == digests["log/00000002.json"]
     assert commit["parent_sha256"] == digests["log/00000003.json"]
     assert json.loads(BLOCKS["snapshots/00000004.json"])["record_sha256"] == digests["log/00000004.json"]
-    batch = BLOCKS["batches/00000002.json"].encode()
+    batch = BLOCKS["batches/00000002-e0002.json"].encode()
     assert commit["batch"] == {
-        "key": "batches/00000002.json",
+        "key": "batches/00000002-e0002.json",
         "size": len(batch),
-        "sha256": digests["batches/00000002.json"],
+        "sha256": digests["batches/00000002-e0002.json"],
     }
 
 
@@ -101,8 +101,8 @@ def rebuilt(key: str) -> str | None:
         return keys.RUN
     if (seq := keys.parse_log(key)) is not None:
         return keys.log(seq)
-    if (step := keys.parse_batch(key)) is not None:
-        return keys.batch(step)
+    if (batch := keys.parse_batch(key)) is not None:
+        return keys.batch(*batch)
     if (attempt := keys.parse_trajectory(key)) is not None:
         return keys.trajectory(*attempt)
     if (attempt := keys.parse_partial(key)) is not None:

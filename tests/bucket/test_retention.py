@@ -38,10 +38,10 @@ def group(ordinal: int) -> GroupId:
 @pytest.mark.parametrize(
     ("key", "goes"),
     [
-        (keys.batch(1), True),
-        (keys.batch(3), True),
-        (keys.batch(4), False),
-        (keys.batch(7), False),  # written ahead
+        (keys.batch(1, 1), True),
+        (keys.batch(3, 1), True),
+        (keys.batch(4, 1), False),
+        (keys.batch(7, 1), False),  # written ahead
         (keys.policy(0, 1) + "adapter_model.safetensors", False),  # evaluations compare with it
         (keys.policy(0, 2) + "adapter_model.safetensors", True),
         (keys.policy(3, 1) + "adapter_model.safetensors", True),
@@ -68,7 +68,7 @@ def group(ordinal: int) -> GroupId:
         ("trajectories/0000-00000004/w1.parquet", False),  # beyond the epoch's prompts: foreign
         ("trajectories/0000-00000000/w1.parquet.tmp", False),
         ("policy/00000001/adapter_model.safetensors", False),
-        ("batches/1.json", False),
+        ("batches/00000001.json", False),
         (keys.RUN, False),
         (keys.log(1), False),
         (keys.evaluation(1, "heldout-200-t0"), False),

@@ -75,7 +75,7 @@ class TinyLearner:
         adapter, state = self.publish()
         number = self.next_step
         groups = [self._ref(group) for group in self.next_groups(2 if number else 0)]
-        batch = file_ref(keys.batch(number), b"batch") if number else None
+        batch = file_ref(keys.batch(number, self.writer.epoch), b"batch") if number else None
         if batch:
             self.store.put(batch.key, b"batch")
         size = self.run.prompts_per_epoch

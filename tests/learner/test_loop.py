@@ -212,8 +212,8 @@ def test_the_published_adapter_is_a_plain_peft_folder(undisturbed: World, tmp_pa
 CRASHES: dict[str, tuple[Trigger, bool]] = {
     "before anything is published": (is_write_to(keys.policy(0, 1)), False),
     "after step 0 is published, before its commit": (is_commit_of(0), False),
-    "before the batch is written": (is_write_to(keys.batch(2)), False),
-    "after the batch is written": (is_write_to(keys.batch(2)), True),
+    "before the batch is written": (is_write_to(keys.batch(2, 1)), False),
+    "after the batch is written": (is_write_to(keys.batch(2, 1)), True),
     "after the optimizer step, before anything is published": (is_write_to(keys.policy(2, 1)), False),
     "with half an adapter published": (is_write_to(keys.policy(2, 1)), True),
     "with half a checkpoint published": (is_write_to(keys.checkpoint(2, 1)), True),
@@ -243,11 +243,12 @@ def test_the_batch_that_was_written_is_trained_whatever_has_arrived_since(world:
     data = world.store.get(late)
     world.store.delete([late])
     with pytest.raises(Crash):
-        world.learn(EventStore(world.store, is_write_to(keys.batch(2)), die, after=True))
-    written = decode(BatchRecord, world.store.get(keys.batch(2)))
+        world.learn(EventStore(world.store, is_write_to(keys.batch(2, 1)), die, after=True))
+    written = decode(BatchRecord, world.store.get(keys.batch(2, 1)))
     world.store.put(late, data)
     world.learn()
     assert world.commits[2].groups == written.groups
+    assert world.commits[2].batch.key == keys.batch(2, 2)
     assert "0000-00000003" not in {ref.group_id for ref in written.groups}
     assert "0000-00000003" in {ref.group_id for ref in world.commits[3].groups}
     world.assert_sound()
@@ -265,7 +266,7 @@ def test_a_crash_at_every_step_in_turn_changes_nothing_either(world: World, undi
 
 @pytest.mark.parametrize(
     "frozen_at",
-    [is_write_to(keys.batch(2)), is_write_to(keys.policy(2, 1)), is_commit_of(2), is_commit_of(STEPS)],
+    [is_write_to(keys.batch(2, 1)), is_write_to(keys.policy(2, 1)), is_commit_of(2), is_commit_of(STEPS)],
     ids=["batch", "publish", "commit", "last commit"],
 )
 def test_a_learner_that_wakes_after_another_has_taken_over_is_fenced(
@@ -287,7 +288,7 @@ def test_a_finished_run_is_left_as_it_is(world: World, undisturbed: World) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_training_abandons_the_step(world: World, undisturbed: World, number: int) -> None:
-    world.learn(EventStore(world.store, is_write_to(keys.batch(2)), lambda: os.kill(os.getpid(), number)))
+    world.learn(EventStore(world.store, is_write_to(keys.batch(2, 1)), lambda: os.kill(os.getpid(), number)))
     assert [commit.step for commit in world.commits] == [0, 1]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     world.learn()
@@ -310,20 +311,20 @@ def test_a_signal_while_waiting_ends_the_wait(model_folder: Path, tmp_path: Path
 
 
 def damage_batch(store: MemoryStore) -> None:
-    store.put(keys.batch(2), store.get(keys.batch(2))[:-30])
+    store.put(keys.batch(2, 1), store.get(keys.batch(2, 1))[:-30])
 
 
 def damage_trajectory(store: MemoryStore) -> None:
-    ref = decode(BatchRecord, store.get(keys.batch(2))).groups[0].file
+    ref = decode(BatchRecord, store.get(keys.batch(2, 1))).groups[0].file
     store.put(ref.key, store.get(ref.key)[:-30])
 
 
 def forget_trajectory(store: MemoryStore) -> None:
-    store.delete([decode(BatchRecord, store.get(keys.batch(2))).groups[1].file.key])
+    store.delete([decode(BatchRecord, store.get(keys.batch(2, 1))).groups[1].file.key])
 
 
 def name_a_consumed_group(store: MemoryStore) -> None:
-    store.put(keys.batch(2), store.get(keys.batch(1)).replace(b'"step": 1', b'"step": 2'))
+    store.put(keys.batch(2, 1), store.get(keys.batch(1, 1)).replace(b'"step": 1', b'"step": 2'))
 
 
 @pytest.mark.parametrize(
