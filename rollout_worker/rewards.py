@@ -122,8 +122,11 @@ class _RewardProcess:
 
 def _serve(connection: Connection, task: Task) -> None:
     """Main function of a reward process."""
-    # An interrupt from the terminal reaches every process of the group; the worker decides when to end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a terminal or a batch system sends reaches every process of the group. A worker that was told to stop
+    # still needs the rewards of what it has drawn; it ends this process itself. (A handler, not SIG_IGN, which
+    # programs that a reward starts would inherit.)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     connection.send("ready")
     while True:

@@ -1,6 +1,7 @@
 """A reward that raises, hangs or kills its process costs its completion only."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import time
@@ -54,6 +55,17 @@ async def pool() -> AsyncIterator[RewardPool]:
     await pool.start()
     yield pool
     await pool.close()
+
+
+async def test_a_signal_to_the_whole_process_group_costs_no_reward(pool: RewardPool) -> None:
+    processes = [child for child in multiprocessing.active_children() if child.name == "reward"]
+    assert len(processes) == 2
+    for process in processes:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(process.pid or 0, number)
+    rewards = await asyncio.gather(*(pool.score(PROMPT, "x" * n, "stop") for n in range(10)))
+    assert [reward.total for reward in rewards] == list(range(10))
+    assert all(process.is_alive() for process in processes)
 
 
 async def test_rewards_are_those_of_the_task(pool: RewardPool) -> None:
