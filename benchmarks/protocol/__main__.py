@@ -28,16 +28,10 @@ MEMORY = Path("/dev/shm")
 def main(quick: bool) -> int:
     gc.collect()
     gc.freeze()  # what all imports together hold is no role's own
-    # The growth of a run is no question to the disk; stores are measured on it.
-    fast = MEMORY if os.access(MEMORY, os.W_OK) else None
-    with (
-        tempfile.TemporaryDirectory(prefix="bucketrl-benchmark-") as disk,
-        tempfile.TemporaryDirectory(prefix="bucketrl-benchmark-", dir=fast) as memory,
-    ):
-        figures = _steps(Path(memory), quick) | _workers(quick) | _stores(Path(disk), quick)
-        if not quick:
-            figures |= _requests(Path(memory) / "budget")
-    gc.unfreeze()
+    try:
+        figures = _figures(quick)
+    finally:
+        gc.unfreeze()
     if quick:
         return 0
     path = benchmark_record.write(
@@ -53,6 +47,17 @@ def main(quick: bool) -> int:
     )
     print(f"record: {path}")
     return 0
+
+
+def _figures(quick: bool) -> dict[str, Any]:
+    # The growth of a run is no question to the disk; stores are measured on it.
+    fast = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="bucketrl-benchmark-") as disk,
+        tempfile.TemporaryDirectory(prefix="bucketrl-benchmark-", dir=fast) as memory,
+    ):
+        figures = _steps(Path(memory), quick) | _workers(quick) | _stores(Path(disk), quick)
+        return figures if quick else figures | _requests(Path(memory) / "budget")
 
 
 def _say(text: str) -> None:

@@ -81,7 +81,7 @@ def unread_commit(
         step,
         [file_ref(policy + name, name.encode()) for name in ADAPTER],
         [file_ref(checkpoint + name, name.encode()) for name in CHECKPOINT],
-        file_ref(keys.batch(step, 1), b"batch") if step else None,
+        file_ref(keys.batch(step, header.epoch), b"batch") if step else None,
         [group_ref(ordinal, run) for ordinal in ordinals],
         consumed.add(set(ordinals)),
     )

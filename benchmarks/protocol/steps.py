@@ -60,7 +60,7 @@ class LongRun:
             self.stores["learner"], self.run, vocab_size=1000, learner_id="l", now=lambda: NOW,
             on_refused=lambda *_: None,
         )  # fmt: skip
-        self._batches = Batches(self.stores["learner"], self._sampler.tier, self.intake, new_id=ids("b"))
+        self._batches = Batches(self.stores["learner"], self.intake, new_id=ids("b"))
         self._snapshots = Housekeeping(
             self._sampler, self.run, lambda: self.writer.state, keep=0, learner_id="l", now=lambda: NOW
         )
