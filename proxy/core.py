@@ -264,6 +264,9 @@ class ProxyCore:
             held = [(lease.lease_id, self.ordinal(lease.group_id)) for lease in state.leases]
             self.roster.heard(state, now)
             self.traffic.reported(state.worker_id, "rollout", state.store_requests, now)
+            if state.state == "starting":
+                # It has leased nothing yet: what is leased to its name was its predecessor's.
+                self.scheduler.lost(state.worker_id)
             self.scheduler.held(state.worker_id, held, now)
         else:
             refused = [(self.ordinal(one.group_id), one.attempt) for one in state.quarantined]

@@ -19,6 +19,7 @@ from bucketrl.api.messages import (
 )
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import StoreError
+from bucketrl.bucket.log import LogViolation
 from bucketrl.proxy.core import ProxyCore
 from bucketrl.proxy.follower import Follower
 
@@ -127,7 +128,15 @@ def _log_route(router: APIRouter, core: ProxyCore, follower: Follower | None) ->
             if seq < state.next_seq:
                 existing = await asyncio.to_thread(core.store.get, keys.log(seq))
                 return Response(status_code=204) if existing == data else Response(existing, 409)
-            state.apply(data)  # raises before anything is written
+            try:
+                state.apply(data)  # raises before anything is written
+            except LogViolation:
+                # Perhaps because the newest record was damaged on its way to this proxy.
+                healed = await asyncio.to_thread(core.reader.verify_head)
+                if healed is None:
+                    raise
+                follower.apply([healed])
+                core.reader.state.apply(data)
             await asyncio.to_thread(core.store.put, keys.log(seq), data)
             follower.apply([core.reader.accept(data)])
         return Response(status_code=204)

@@ -2,10 +2,13 @@
 
 import pytest
 from tests.bucket.builders import (
+    Learner,
     append,
     create_in,
+    group,
     run_record,
     step_record,
+    upload,
     writer_on,
 )
 from tests.bucket.counting import CountingStore
@@ -22,6 +25,7 @@ from bucketrl.bucket.records import (
     sha256_hex,
 )
 from bucketrl.bucket.store import Store
+from bucketrl.bucket.stores.memory import MemoryStore
 
 
 def records_in(store: Store) -> list[StartRecord | StepRecord]:
@@ -222,3 +226,57 @@ def test_endless_defeat_in_start_ends(memory: Store) -> None:
 
     with pytest.raises(StoreError, match="lost 100 races"):
         writer_on(memory, create=create).start("learner-a")
+
+
+class DamagesOnce(MemoryStore):
+    """One bit of one reading of `key` is wrong, where nothing but a digest can tell."""
+
+    def __init__(self, inner: MemoryStore, key: str) -> None:
+        super().__init__()
+        self._objects = inner._objects
+        self._left = [key]
+
+    def get(self, key: str) -> bytes:
+        data = super().get(key)
+        if key in self._left:
+            self._left.remove(key)
+            return data.replace(b'"written_at": "2', b'"written_at": "3')
+        return data
+
+
+def damaged_at_head(memory: MemoryStore) -> tuple[Learner, DamagesOnce]:
+    learner = Learner(memory, run_record(), "learner-a")
+    learner.start()
+    learner.commit()
+    return learner, DamagesOnce(memory, keys.log(1))
+
+
+def test_a_record_that_was_read_damaged_is_read_again_when_the_next_one_shows_it() -> None:
+    memory = MemoryStore()
+    learner, damaging = damaged_at_head(memory)
+    reader = LogReader(damaging, run_record())
+    assert len(reader.refresh()) == 2
+    assert reader.state.head_sha256 != learner.reader.state.head_sha256
+    upload(memory, group(0))
+    learner.commit(learner.write_batch([upload(memory, group(1))]))
+    seqs = [record.seq for record in reader.refresh()]
+    assert seqs == [1, 2]
+    assert reader.state == learner.reader.state
+
+
+def test_a_learner_names_no_digest_that_it_read_damaged() -> None:
+    memory = MemoryStore()
+    _, damaging = damaged_at_head(memory)
+    Learner(damaging, run_record(), "learner-b").start()
+    assert len(LogReader(memory, run_record()).refresh()) == 3
+
+
+def test_a_broken_log_is_not_healed_by_reading_it_again() -> None:
+    memory = MemoryStore()
+    learner, _ = damaged_at_head(memory)
+    learner.commit(learner.write_batch([upload(memory, group(1))]))
+    memory.put(keys.log(1), memory.get(keys.log(1)).replace(b'"written_at": "2', b'"written_at": "3'))
+    reader = LogReader(memory, run_record())
+    assert len(reader.refresh()) == 2
+    with pytest.raises(LogViolation, match="parent_sha256"):
+        reader.refresh()
