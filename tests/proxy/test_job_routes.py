@@ -241,3 +241,13 @@ async def test_a_completion_far_ahead_is_refused(world: World) -> None:
         reply = await proxy.post("/v1/leases/x/complete", done)
         assert reply.status_code == 422
         assert "far beyond" in reply.json()["error"]
+
+
+async def test_a_worker_that_starts_again_under_its_old_name_holds_nothing(world: World) -> None:
+    """Its heartbeats would else keep the dead one from going silent, until the leases run out."""
+    async with proxy_of(world) as proxy:
+        assert await proxy.leased("w1", groups=2) == [0, 1]
+        await proxy.beat(**rollout("w1"))
+        assert await proxy.leased("w2") == [2]
+        await proxy.beat(**rollout("w1", state="starting"))
+        assert await proxy.leased("w2", groups=2) == [0, 1]
