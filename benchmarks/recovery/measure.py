@@ -1,6 +1,5 @@
 """Kills one role of a running fleet and takes the time until the work that it did goes on."""
 
-import os
 import random
 import signal
 import time
@@ -108,44 +107,54 @@ class Measured:
 
     def kill_worker(self) -> Times:
         """SIGKILL, to it and its reward processes."""
-        return self._stop_worker("worker", lambda worker: worker.kill())
+        return self._stop_worker("worker", signal.SIGKILL)
 
     def preempt_worker(self) -> Times:
         """SIGTERM, as a spot instance gets it."""
+        return self._stop_worker("preempted", signal.SIGTERM)
 
-        def preempt(worker: Role) -> None:
-            assert worker.process is not None
-            os.kill(worker.process.pid, signal.SIGTERM)
-            worker.wait(LIMIT_S)
-
-        return self._stop_worker("preempted", preempt)
-
-    def _stop_worker(self, name: str, stop: Callable[[Role], None]) -> Times:
+    def _stop_worker(self, name: str, number: signal.Signals) -> Times:
+        """The first worker, which is started again when it has ended."""
         self._until(lambda: self._sampling() == len(self.run.workers), "all workers at work")
         self._pause()
         worker = self.run.workers[0]
         held = self._held_by(worker)
         clock = _Clock()
-        stop(worker)
-        times: Times = {f"{name}_to_exit_s": clock.seconds()}
-        again = self.start_worker(0)
-        said = _Log(again.log)
-        waiting = {
-            f"{name}_imports_s": lambda: said.has(" loading the engine"),
-            f"{name}_to_ready_s": lambda: said.has(" serving policy version "),
-            f"{name}_to_upload_s": lambda: bool(self.view.attempts_of(_id(again))),
+        worker.send(number)
+
+        def exited() -> bool:
+            if not worker.alive and self.run.workers[0] is worker:
+                self.start_worker(0)
+            return not worker.alive
+
+        def says(text: str) -> bool:
+            again = self.run.workers[0]
+            return again is not worker and text in again.log.read_text(errors="replace")
+
+        conditions = {
+            f"{name}_to_exit_s": exited,
+            f"{name}_imports_s": lambda: says(" loading the engine"),
+            f"{name}_to_ready_s": lambda: says(" serving policy version "),
+            f"{name}_to_upload_s": lambda: (
+                self.run.workers[0] is not worker and bool(self.view.attempts_of(_id(self.run.workers[0])))
+            ),
         }
         if held := [group for group in held if not self.view.attempts(group)]:
-            waiting[f"{name}_to_reissue_s"] = lambda: any(self._moved(group, worker) for group in held)
-            waiting[f"{name}_to_all_reissued_s"] = lambda: all(self._moved(group, worker) for group in held)
-        times |= self._times(clock, **waiting)
+            conditions[f"{name}_to_reissue_s"] = lambda: any(self._moved(group, worker) for group in held)
+            conditions[f"{name}_to_all_reissued_s"] = lambda: all(self._settled(g, worker) for g in held)
+        times = self._times(clock, **conditions)
         times[f"tokens_lost_{name}"] = self.lost_by(worker)
         return times
 
     def _moved(self, group: str, worker: Role) -> bool:
         """Whether somebody else holds the group, or has sampled it."""
         holder = self._get(f"/v1/groups/{group}")["worker_id"]
-        return holder not in (None, _id(worker)) or bool(self.view.attempts(group))
+        others = set(self.view.attempts(group)) - set(self.view.attempts_of(_id(worker)))
+        return holder not in (None, _id(worker)) or bool(others)
+
+    def _settled(self, group: str, worker: Role) -> bool:
+        """Whether it has moved, or was uploaded in time."""
+        return bool(self.view.attempts(group)) or self._moved(group, worker)
 
     # -- what the proxy says
 
