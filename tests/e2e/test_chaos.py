@@ -7,6 +7,7 @@ from benchmarks.chaos.forked_roles import imported
 from benchmarks.chaos.plan import draw
 from benchmarks.chaos.runs import Setting, replay, run
 from benchmarks.chaos.store_faults import StoreFaults
+from tests.support.relay import Answer
 from tests.support.s3 import S3Server
 
 STEPS = 8
@@ -42,3 +43,19 @@ def test_a_seed_draws_the_same_strikes_again_over_all_roles_and_signals() -> Non
     seconds = [strike for strike in strikes if strike.second_after_s is not None]
     assert seconds
     assert all(strike.second_after_s <= strike.frozen_s for strike in seconds)
+
+
+def test_store_faults_are_of_the_seed_and_of_about_the_share() -> None:
+    requests = [
+        (method, f"/bucket/run/{prefix}/{number}", 0)
+        for number in range(1000)
+        for method, prefix in (("GET", "log"), ("PUT", "log"), ("PUT", "trajectories"))
+    ]
+    faults = StoreFaults(0, 0.04)
+    met = [faults(*request) for request in requests]
+    again = StoreFaults(0, 0.04)
+    assert met == [again(*request) for request in requests]
+    assert 0.02 < faults.injected.total() / faults.requests < 0.06
+    plain_puts = [fault for (_, path, _), fault in zip(requests, met, strict=True) if "trajectories" in path]
+    assert {fault.status for fault in met if isinstance(fault, Answer)} >= {409, 412, 429, 500, 503}
+    assert 412 not in {fault.status for fault in plain_puts if isinstance(fault, Answer)}
