@@ -42,7 +42,8 @@ def main(quick: bool) -> int:
         notes="CPU times are of one process, all threads; [median, lowest, highest] over rounds in which stores, "
         "lengths and fleets took turns. step_cost: learner, proxy, worker and a collection every 32 steps, with 8 "
         "small groups a step in a local folder that keeps 64 steps. worker_cost: of a worker's request to the "
-        "proxy by HTTP. S3 servers run on the same cores; the Hugging Face store is a stand-in in memory.",
+        "proxy by HTTP. S3 servers run on the same cores; the Hugging Face store is a stand-in in memory. "
+        "Stores are timed by the clock: stores_load_average above 2 means that others had a share of the cores.",
         folder=Path(__file__).parents[1] / "results",
     )
     print(f"record: {path}")
@@ -146,7 +147,12 @@ def _stores(folder: Path, quick: bool) -> dict[str, Any]:
         cells = [f"{measured[name].median:.1f}" if name in measured else "-" for name in names]
         print(f"{store:14}" + "".join(f"{cell:>18}" for cell in cells))
         table[store] = {name: spread.rounded(1) for name, spread in measured.items()}
-    return {"stores": table, "tokens_a_group": stores.COMPLETIONS * stores.TOKENS}
+    load = round(os.getloadavg()[0], 1)
+    return {
+        "stores": table,
+        "stores_load_average": load,
+        "tokens_a_group": stores.COMPLETIONS * stores.TOKENS,
+    }
 
 
 def _requests(folder: Path) -> dict[str, Any]:
