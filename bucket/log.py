@@ -282,6 +282,11 @@ class LogWriter:
             f"lost {START_ATTEMPTS} races for the log's next record: too many learners start at once"
         )
 
+    def look(self) -> None:
+        """Whether another learner has started since: one GET, a miss if not. Raises Fenced, StoreError."""
+        self._reader.refresh()
+        self._raise_if_fenced()
+
     def append_step(self, build: Callable[[LogRecord], StepRecord]) -> StepRecord:
         """Commits a step: `build` completes the header that it gets (`StepRecord(**header.model_dump(), …)`).
 

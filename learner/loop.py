@@ -89,6 +89,8 @@ class Learner:
         self.arrivals.begin()
         while not self.stop.is_set():
             try:
+                # First, for a learner that was frozen: to a zombie, what others do now looks like corruption.
+                self.log.look()
                 found = self.intake.poll(consumed, max_version=step - 1)
                 note = ""
             except StoreError as error:

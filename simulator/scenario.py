@@ -1,6 +1,7 @@
 """What happens to a simulated run: all of it follows from one seed, and is a plain list that can be cut."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,7 +9,7 @@ Kind = Literal[
     # to an operation on the store
     "crash_before", "crash_after", "crash_late", "fail", "lost_reply", "slow", "corrupt_read", "corrupt_write",
     # to a process
-    "kill", "terminate", "freeze", "cut_from_store", "cut_from_proxy", "second_learner",
+    "kill", "terminate", "freeze", "cut_from_store", "cut_from_proxy", "second_learner", "preempt",
     # to the bucket
     "foreign_object",
 ]  # fmt: skip
@@ -78,6 +79,8 @@ def scenario(seed: int) -> Scenario:
     workers = rng.choice((1, 2, 2, 3))
     roles = ["proxy", "learner-0", *(f"worker-{n}" for n in range(workers))]
     faults = tuple(_fault(rng, roles) for _ in range(rng.choice((0, 2, 4, 6, 9, 12))))
+    if rng.random() < 0.25:
+        faults += tuple(_spot_trace(rng, roles[2:]))
     return Scenario(
         seed=seed,
         workers=workers,
@@ -92,6 +95,16 @@ def scenario(seed: int) -> Scenario:
         clock_error_s=rng.choice((0.0, 3600.0)),
         faults=faults,
     )
+
+
+def _spot_trace(rng: random.Random, workers: list[str]) -> Iterator[Fault]:
+    """Each worker lives on a spot instance: taken away with notice, back after a while, again and again."""
+    for role in workers:
+        at = rng.expovariate(1 / 15)
+        while at < TROUBLE_S:
+            away = rng.uniform(2.0, 30.0)
+            yield Fault("preempt", role, at, seconds=away)
+            at += away + 5.0 + rng.expovariate(1 / 20)
 
 
 def _fault(rng: random.Random, roles: list[str]) -> Fault:

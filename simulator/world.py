@@ -76,6 +76,8 @@ class World:
         self._stores: dict[str, SimulatedStore] = {}
         self._terminate: dict[str, Callable[[], None]] = {}
         self._incarnations: dict[str, int] = {}
+        self._away: dict[str, float] = {}
+        """Until when a machine that was taken away stays away."""
         self._defects: list[str] = []
 
     def play(self) -> None:
@@ -149,9 +151,8 @@ class World:
             self._kernel.note(process.name, "ends")
         # A fenced learner has a successor, which is looked after in its own right.
         if not (isinstance(error, Fenced) or judge.finished(self._disk, self._run)):
-            self._kernel.at(
-                self._kernel.now + self._rng.uniform(0.5, 6.0), partial(self._start, process.role)
-            )
+            back = max(self._away.get(process.role, 0.0), self._kernel.now + self._rng.uniform(0.5, 6.0))
+            self._kernel.at(back, partial(self._start, process.role))
 
     # -- faults -------------------------------------------------------------------------------------
 
@@ -168,6 +169,11 @@ class World:
             kernel.kill(process)
         elif fault.kind == "terminate" and fault.role in self._terminate:
             self._terminate[fault.role]()
+        elif fault.kind == "preempt":
+            self._away[fault.role] = kernel.now + fault.seconds
+            if fault.role in self._terminate:
+                self._terminate[fault.role]()
+            kernel.at(kernel.now + roles.GRACE_S + 1.0, partial(kernel.kill, process))
         elif fault.kind == "freeze":
             process.frozen_until = kernel.now + fault.seconds
             if fault.role.startswith("learner") and fault.seconds > 60.0:

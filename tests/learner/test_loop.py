@@ -463,3 +463,21 @@ def test_a_target_that_the_model_lacks_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match="c_attn"):
         wrong.learn()
     assert [info.key for info in wrong.store.list("")] == [keys.RUN]
+
+
+def test_a_zombie_that_wakes_while_it_waits_changes_nothing(
+    world: World, model_folder: Path, tmp_path: Path
+) -> None:
+    """Frozen before it listed the bucket: what it finds then was sampled with versions that it does not know."""
+    objects: list[set[str]] = []
+
+    def others_go_on() -> None:
+        world.learn(learner_id="learner-1")
+        newer = make_group(30, rewards=[1.0, 0.0], version=STEPS)
+        put_group(world.store, newer)
+        objects.append({info.key for info in world.store.list("")})
+
+    frozen = EventStore(world.store, is_commit_of(0), others_go_on, after=True)
+    with pytest.raises(Fenced):
+        world.learn(frozen)
+    assert {info.key for info in world.store.list("")} == objects[0]
