@@ -33,7 +33,7 @@ def _formula(steps: int, groups_per_step: int) -> int:
     return (
         2 * WORKERS * steps
         + 2 * steps * groups_per_step
-        + steps * (5 + 2 * adapter + 2 * checkpoint)
+        + steps * (6 + 2 * adapter + 2 * checkpoint)
         + (steps + 5) * pages
         + 3 * steps
         + 35
