@@ -28,6 +28,8 @@ CRASH_DELAY_S = 1.0
 """Before a role that ended by an error of its own is started again."""
 FENCED = 3
 """Exit code."""
+REPLACED = "replaced learner"
+"""One that another was started beside; in the counts of exits."""
 TICK_S = 0.05
 LOG_PERIOD_S = 0.3
 
@@ -128,17 +130,17 @@ class Chaos:
 
     def _settle(self, quiet_s: float) -> None:
         deadline = time.monotonic() + quiet_s
-        while not (self._done() and not any(role.alive for role in self._processes(without_proxy=True))):
+        while not (self._done() and not any(role.alive for role in self._ending())):
             if time.monotonic() > deadline:
                 raise AssertionError(f"the run does not end: {self._progress()}\n{self._run.tails()}")
             self._tick()
             self._say(f"no more signals, {self._progress()}")
-        for role in self._processes(without_proxy=True):
+        for role in self._ending():
             self._ended(role)
 
-    def _processes(self, *, without_proxy: bool = False) -> list[Role]:
-        slots = [role for name, role in self._slots.items() if not (without_proxy and name == PROXY)]
-        return [*slots, *self._old]
+    def _ending(self) -> list[Role]:
+        """Those that end by themselves when the run does."""
+        return [*(role for name, role in self._slots.items() if name != PROXY), *self._old]
 
     def _progress(self) -> str:
         return f"step {self._watch.step} of {self._steps}, {self.outcome.restarts} restarts"
@@ -180,7 +182,8 @@ class Chaos:
             return 0
         code = role.wait(5)
         role.process = None
-        self.outcome.exits[role.name, code] += 1
+        name = role.name if self._slots[role.name] is role else REPLACED
+        self.outcome.exits[name, code] += 1
         self.outcome.fenced += code == FENCED
         return code
 

@@ -6,6 +6,7 @@ again.
 """
 
 import argparse
+import os
 import random
 import shutil
 import statistics
@@ -126,9 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _add(samples, measure())
             twice = (measured.view.wasted() - wasted) / options.repeats
             _add(samples, {f"tokens_drawn_twice_{name}": twice})
+        load = round(os.getloadavg()[2], 1)
         step_s = measured.view.step_seconds()
         violations = len(audit(measured.view.store).violations)
-    found = figures(samples, options.repeats) | {"step_s": _shown(step_s), "audit_violations": violations}
+    found = figures(samples, options.repeats) | {
+        "step_s": _shown(step_s),
+        "audit_violations": violations,
+        "load_15_min": load,
+    }
     print()
     for key, value in found.items():
         print(f"{key:38} {value}")
