@@ -1,4 +1,4 @@
-"""python -m benchmarks.protocol: some 6 minutes on 2 cores; `--quick`: all of it small, nothing recorded."""
+"""python -m benchmarks.protocol: some 3 minutes on 2 cores; `--quick`: all of it small, nothing recorded."""
 
 import argparse
 import asyncio
