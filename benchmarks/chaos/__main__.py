@@ -48,6 +48,7 @@ def figures(
         "kills_by_role": dict(_tally((role, n) for (role, _), n in strikes.items())),
         "restarts": chaos.outcome.restarts,
         "exits": {f"{role} {code}": n for (role, code), n in sorted(chaos.outcome.exits.items())},
+        "crashes": chaos.outcome.crashes,
         "second_learners": chaos.outcome.second_learners,
         "fenced": chaos.outcome.fenced,
         "overdue_after_sigterm": chaos.outcome.overdue,

@@ -16,8 +16,8 @@ _ANY = (
 _GET = (("cut body", CutBody()),)
 _PUT = (("409", Answer(409, "ConditionalRequestConflict")),)
 _CREATE = 3 * (("412 without condition", Answer(412, "PreconditionFailed")),)  # few requests are of this kind
-_CREATED = ("/log/", "/batches/")
-"""Where clients put with `If-None-Match`: nothing else can be answered 412."""
+_CREATED = "/log/"
+"""Where roles put with `If-None-Match`: nothing else can be answered 412."""
 
 
 class StoreFaults:
@@ -48,6 +48,6 @@ def _possible(method: str, path: str) -> tuple[tuple[str, Fault], ...]:
         faults += _GET
     if method == "PUT":
         faults += _PUT
-        if any(part in path for part in _CREATED):
+        if _CREATED in path:
             faults += _CREATE
     return faults

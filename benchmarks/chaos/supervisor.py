@@ -78,6 +78,8 @@ class Outcome:
     second_learners: int = 0
     fenced: int = 0
     """Learners that ended because a newer one had taken over."""
+    crashes: list[str] = field(default_factory=list)
+    """Last line of each role that ended by an error of its own."""
     overdue: int = 0
     """Roles that had to be killed after SIGTERM."""
     seconds: float = 0.0
@@ -185,6 +187,8 @@ class Chaos:
         name = role.name if self._slots[role.name] is role else REPLACED
         self.outcome.exits[name, code] += 1
         self.outcome.fenced += code == FENCED
+        if code > 0 and code != FENCED:
+            self.outcome.crashes.append(f"{role.name}: {role.tail(1)}")
         return code
 
     # -- the trouble

@@ -26,6 +26,7 @@ def test_a_dozen_signals_and_a_faulty_store_lose_nothing(tmp_path: Path, s3_serv
         result = run(setting, "chaos", s3_server, strikes, faults=faults, say=lambda _: None)
     assert result.audit.violations == ()
     assert result.log_changed == ()
+    assert result.outcome.crashes == []
     assert result.steps == STEPS
     assert result.outcome.strikes.total() == KILLS
     assert faults.injected.total() > 0
