@@ -150,7 +150,8 @@ class World:
         elif error is None:
             self._kernel.note(process.name, "ends")
         # A fenced learner has a successor, which is looked after in its own right.
-        if not (isinstance(error, Fenced) or judge.finished(self._disk, self._run)):
+        done = process.role != "proxy" and judge.finished(self._disk, self._run)
+        if not (done or isinstance(error, Fenced)):
             back = max(self._away.get(process.role, 0.0), self._kernel.now + self._rng.uniform(0.5, 6.0))
             self._kernel.at(back, partial(self._start, process.role))
 
