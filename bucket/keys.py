@@ -18,6 +18,8 @@ SNAPSHOT_PREFIX = "snapshots/"
 BOUNDARY_PREFIX = "gc/"
 PROBE_PREFIX = "probe/"
 
+MAX_PROMPT_EPOCH = 9999
+"""What the four digits of a group id hold."""
 _GROUP_ID = re.compile(r"^(\d{4})-(\d{8})$", re.ASCII)
 _ATTEMPT = re.compile(r"^[a-z0-9][a-z0-9-]{0,80}$", re.ASCII)
 _TRAJECTORY = re.compile(r"^trajectories/(\d{4}-\d{8})/([a-z0-9][a-z0-9-]{0,80})\.parquet$", re.ASCII)

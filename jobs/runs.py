@@ -21,6 +21,9 @@ from bucketrl.tasks.load import load_task
 
 Progress = Callable[[str], None]
 
+GROUPS_PER_TRAINED = 4
+"""Groups that a run may consume for each one that it trains on, skipped ones included."""
+
 
 def read_run(store: Store) -> RunRecord | None:
     """None for an empty bucket. Raises UserError if `run.json` cannot be read or is none of this program's."""
@@ -76,6 +79,7 @@ def create_or_join(store: Store, config: RunConfig, *, progress: Progress) -> Ru
 def draft_run(config: RunConfig, *, progress: Progress) -> RunRecord:
     """What `create` writes, not written. Raises UserError and TaskError."""
     task = load_task(config.task)
+    _check_epochs(config, task.size("train"))
     folder = resolve_model(config.model, progress=progress)
     check_lora_targets(config.lora, folder)
     return RunRecord(
@@ -87,6 +91,17 @@ def draft_run(config: RunConfig, *, progress: Progress) -> RunRecord:
         prompts_per_epoch=task.size("train"),
         write_id=uuid.uuid4().hex,
     )
+
+
+def _check_epochs(config: RunConfig, prompts: int) -> None:
+    """Raises UserError if the run would count its passes over the prompts beyond what a group id holds."""
+    algorithm = config.algorithm
+    passes = algorithm.steps * algorithm.groups_per_step / prompts
+    if passes * GROUPS_PER_TRAINED > keys.MAX_PROMPT_EPOCH:
+        raise UserError(
+            f"task: {prompts} training prompts make {passes:.0f} passes or more in algorithm.steps "
+            f"{algorithm.steps}, a run has {keys.MAX_PROMPT_EPOCH}; give it more prompts or fewer steps"
+        )
 
 
 def load_model(run: RunRecord, *, progress: Progress) -> Path:

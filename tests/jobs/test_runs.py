@@ -53,6 +53,15 @@ class TestCreate:
         assert run.run_id.startswith("demo-")
         assert run.prompts_per_epoch == 10_000
 
+    def test_more_passes_than_a_group_id_can_count_are_refused(
+        self, tmp_path: Path, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Before anything is written."""
+        monkeypatch.setattr(keys, "MAX_PROMPT_EPOCH", 0)
+        with pytest.raises(UserError, match=r"^task: 10000 training prompts .* give it more prompts or fewer"):
+            make(store, config(tmp_path, model))
+        assert listing(store) == []
+
     def test_the_same_configuration_joins(self, tmp_path: Path, model: Path, store: Store) -> None:
         """Twice the same command is one run."""
         assert make(store, config(tmp_path, model)) == make(store, config(tmp_path, model))
