@@ -14,7 +14,8 @@ from bucketrl.bucket.audit_checks import Check, checks_of, snapshot_checks
 from bucketrl.bucket.audit_partials import check_partials
 from bucketrl.bucket.errors import IntegrityError, Missing, NotFound, UserError
 from bucketrl.bucket.gc import newest_boundary
-from bucketrl.bucket.log import LogReader, LogViolation
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log_state import LogViolation
 from bucketrl.bucket.records import Consumed, RunRecord, StartRecord, StepRecord, decode
 from bucketrl.bucket.retention import CHECKPOINTS_KEPT, least_keep
 from bucketrl.bucket.store import Store

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.errors import IntegrityError, NotFound, StoreError
-from bucketrl.bucket.log import LogState
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import BoundaryRecord, RunRecord, StartRecord, StepRecord, decode, decode_log
 from bucketrl.bucket.retention import LISTED, Retained
 from bucketrl.bucket.store import ObjectInfo, Store

@@ -11,7 +11,8 @@ import bucketrl
 from bucketrl.bucket import conditional, keys
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import IntegrityError, NotFound, StoreError, UserError
-from bucketrl.bucket.log import LogReader, LogState
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.probe import probe
 from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord, decode
 from bucketrl.bucket.store import Store, Tier

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError, NotFound
-from bucketrl.bucket.log import LogState
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import (
     BatchRecord,
     Consumed,

@@ -15,7 +15,7 @@ from typing import Self
 from bucketrl.bucket import snapshots
 from bucketrl.bucket.errors import BucketrlError
 from bucketrl.bucket.gc import GarbageCollector
-from bucketrl.bucket.log import LogState
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.store import Store
 

@@ -28,7 +28,8 @@ from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import IntegrityError, StoreError
 from bucketrl.bucket.keys import GroupId
-from bucketrl.bucket.log import LogReader, LogState
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.partials import fullest
 from bucketrl.bucket.records import RunRecord, StartRecord, StepRecord, sha256_hex
 from bucketrl.bucket.store import ObjectInfo, Store

@@ -19,7 +19,7 @@ from bucketrl.api.messages import (
 )
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import StoreError
-from bucketrl.bucket.log import LogViolation
+from bucketrl.bucket.log_state import LogViolation
 from bucketrl.proxy.core import ProxyCore
 from bucketrl.proxy.follower import Follower
 

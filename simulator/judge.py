@@ -3,7 +3,7 @@
 from bucketrl.bucket import keys
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.errors import Fenced, IntegrityError, StoreError
-from bucketrl.bucket.log import LogState
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import (
     BatchRecord,
     FileRef,

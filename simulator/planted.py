@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 from bucketrl.bucket import artifacts, conditional, keys, retention
 from bucketrl.bucket.errors import AlreadyExists, Fenced
-from bucketrl.bucket.log import LogState, LogWriter
+from bucketrl.bucket.log import LogWriter
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import Consumed
 from bucketrl.bucket.store import Store
 from bucketrl.learner import select

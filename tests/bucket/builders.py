@@ -12,7 +12,8 @@ from bucketrl.bucket import artifacts, conditional, keys, partials
 from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
-from bucketrl.bucket.log import LogReader, LogState, LogWriter
+from bucketrl.bucket.log import LogReader, LogWriter
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.records import (
     BatchRecord,

@@ -15,7 +15,8 @@ from bucketrl.bucket.audit import audit
 from bucketrl.bucket.errors import IntegrityError, NotFound
 from bucketrl.bucket.gc import PROBE_AGE_S, GarbageCollector, Report, newest_boundary
 from bucketrl.bucket.keys import GroupId
-from bucketrl.bucket.log import LogReader, LogState
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import BatchRecord, BoundaryRecord, StepRecord, decode
 from bucketrl.bucket.store import ObjectInfo, Store
 from bucketrl.bucket.stores.memory import MemoryStore

@@ -15,7 +15,8 @@ from tests.bucket.counting import CountingStore
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import Fenced, IntegrityError, StoreError
-from bucketrl.bucket.log import LogReader, LogViolation
+from bucketrl.bucket.log import LogReader
+from bucketrl.bucket.log_state import LogViolation
 from bucketrl.bucket.records import (
     Consumed,
     LogRecord,

@@ -14,7 +14,8 @@ from tests.bucket.builders import append, create_in, run_record, step_record, wr
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import Fenced, StoreError
-from bucketrl.bucket.log import LogState, LogWriter
+from bucketrl.bucket.log import LogWriter
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import (
     LogRecord,
     StartRecord,

@@ -12,7 +12,7 @@ from tests.bucket.builders import (
     writer_on,
 )
 
-from bucketrl.bucket.log import LogState, LogViolation
+from bucketrl.bucket.log_state import LogState, LogViolation
 from bucketrl.bucket.records import (
     LogRecord,
     SkippedGroup,

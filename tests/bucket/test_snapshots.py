@@ -10,7 +10,8 @@ from tests.bucket.counting import CountingStore
 
 from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.errors import IntegrityError
-from bucketrl.bucket.log import LogReader, LogState, LogWriter
+from bucketrl.bucket.log import LogReader, LogWriter
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import sha256_hex
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores.memory import MemoryStore

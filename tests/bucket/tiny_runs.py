@@ -7,7 +7,8 @@ from tests.bucket.builders import CANARY, NOW, create_in, file_ref, ids, run_rec
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.keys import GroupId
-from bucketrl.bucket.log import LogReader, LogState, LogWriter
+from bucketrl.bucket.log import LogReader, LogWriter
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import (
     CheckpointRef,
     FileRef,

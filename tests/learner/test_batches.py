@@ -9,7 +9,7 @@ from tests.learner.worlds import PROMPTS_PER_EPOCH, RUN_ID
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import IntegrityError
-from bucketrl.bucket.log import LogState
+from bucketrl.bucket.log_state import LogState
 from bucketrl.bucket.records import BatchRecord, FileRef, GroupRef, SkippedGroup, decode
 from bucketrl.bucket.stores.memory import MemoryStore
 from bucketrl.learner.batches import Batch, Batches
