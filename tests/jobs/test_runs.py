@@ -58,7 +58,9 @@ class TestCreate:
     ) -> None:
         """Before anything is written."""
         monkeypatch.setattr(keys, "MAX_PROMPT_EPOCH", 0)
-        with pytest.raises(UserError, match=r"^task: 10000 training prompts .* give it more prompts or fewer"):
+        with pytest.raises(
+            UserError, match=r"^task: 10000 training prompts .* give it more prompts or fewer"
+        ):
             make(store, config(tmp_path, model))
         assert listing(store) == []
 
