@@ -35,7 +35,8 @@ def test_a_run_may_be_created_there_but_a_learner_needs_a_proxy(rclone: S3Server
     )
     assert "create-if-absent is not exclusive here" in refused.stderr
     store = open_store(url)
-    assert [info.key for info in store.list("")] == [keys.RUN]
+    # rclone lets a racer's write appear after the deletion: left-overs of a probe are nobody's business.
+    assert {info.key for info in store.list("") if not info.key.startswith(keys.PROBE_PREFIX)} == {keys.RUN}
 
 
 @pytest.mark.parametrize(
