@@ -24,7 +24,7 @@ def test_doctor_measures_the_signal_of_the_demo(capsys: pytest.CaptureFixture[st
     """With the real engine, prompts and rewards: the demo's task teaches its model."""
     assert main(["doctor", TINY, "--probe-task", "--engine", "transformers", "--prompts", "8"]) == 0
     said = capsys.readouterr().out
-    assert "8 groups, 64 completions, 0 dropped" in said
+    assert "8 groups, 32 completions, 0 dropped" in said
     assert "mixed groups" in said
     assert "signal: none" not in said
 
