@@ -242,7 +242,12 @@ def _make_folders(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folders(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        # Another writer's folder; if a deletion has taken it away meanwhile, the caller finds that out.
+        if folder.exists() and not folder.is_dir():
+            raise
     _sync_folder(folder.parent)
 
 
