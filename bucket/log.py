@@ -40,7 +40,8 @@ class LogReader:
         """The state before that record; None if its bytes are known to be right."""
 
     def refresh(self) -> list[StartRecord | StepRecord]:
-        """The records since the last call, oldest first. One GET (a miss) when there is none.
+        """The records since the last call, oldest first. One GET (a miss) when there is none; the newest one is
+        read twice.
 
         The first call from a snapshot returns its commit and what follows.
 
@@ -55,12 +56,10 @@ class LogReader:
             while True:
                 fresh.append(self.accept(self._store.get(keys.log(self.state.next_seq))))
         except NotFound:
-            return fresh
+            healed = self._healed()
+            return [*fresh, healed] if healed is not None else fresh
         except LogViolation:
-            try:
-                healed = self.verify_head()
-            except (StoreError, NotFound):
-                healed = None  # the next call tries again
+            healed = self._healed()
             if healed is not None:
                 return [*fresh, healed, *self.refresh()]
             if not fresh:
@@ -71,12 +70,18 @@ class LogReader:
                 raise
             return fresh
 
-    def accept(self, data: bytes) -> StartRecord | StepRecord:
-        """Moves past record `state.next_seq`, whose bytes the caller already has.
+    def _healed(self) -> StartRecord | StepRecord | None:
+        try:
+            return self.verify_head()
+        except (StoreError, NotFound):
+            return None  # the next call tries again
+
+    def accept(self, data: bytes, *, own: bool = False) -> StartRecord | StepRecord:
+        """Moves past record `state.next_seq`, whose bytes the caller already has; `own`: because it wrote them.
 
         Raises LogViolation and stays where it is if it may not follow.
         """
-        self.state, self._before = self.state.apply(data), self.state
+        self.state, self._before = self.state.apply(data), None if own else self.state
         return decode_log(data)
 
     def verify_head(self) -> StartRecord | StepRecord | None:
@@ -215,7 +220,7 @@ class LogWriter:
         """Whether `record` is in the log now. Either way the reader has moved past its seq."""
         data = record.encode()
         existing = self._create(keys.log(record.seq), data)
-        stored = self._reader.accept(data if existing is None else existing)
+        stored = self._reader.accept(existing or data, own=existing is None)
         return stored.write_id == record.write_id
 
     def _has_landed(self, record: StepRecord) -> bool:

@@ -244,8 +244,8 @@ class Task:
         return Prompt(index, ({"role": "user", "content": str(index)},), reference=index)
 
     def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
-        correct = float(int(hashed("reward", completion)[:2], 16) % 2)
-        return Reward(correct, {"correct": correct})
+        score = float(int(hashed("reward", completion)[:2], 16) % 4)
+        return Reward(score, {"correct": float(score > 0)})
 
 
 class Rewards:

@@ -35,7 +35,7 @@ def _formula(steps: int, groups_per_step: int) -> int:
         + 2 * steps * groups_per_step
         + steps * (6 + 2 * adapter + 2 * checkpoint)
         + (steps + 5) * pages
-        + 3 * steps
+        + 4 * steps
         + 35
     )
 
