@@ -100,21 +100,22 @@ def _write_ahead(disk: Disk, commit: StepRecord) -> str | None:
     if not earlier:
         return None
     key = earlier[max(earlier)]
-    if disk.written_at[key] >= _started_at(disk, commit.epoch):
-        return None  # it landed late
+    started_at = _started_at(disk, commit.epoch)
+    if started_at is None or disk.written_at[key] >= started_at:
+        return None  # its learner's start is lost, which others report; or the batch landed late
     batch = decode_record(BatchRecord, disk.archive[key][-1])
     if (batch.groups, batch.skipped) == (commit.groups, commit.skipped):
         return None
     return f"step {commit.step}: trained on another batch than {key}, which was there"
 
 
-def _started_at(disk: Disk, epoch: int) -> float:
+def _started_at(disk: Disk, epoch: int) -> float | None:
     for key, contents in disk.archive.items():
         if key.startswith(keys.LOG_PREFIX):
             record = decode_log(contents[0])
             if isinstance(record, StartRecord) and record.epoch == epoch:
                 return disk.written_at[key]
-    raise AssertionError(f"a commit of epoch {epoch}, which never started")
+    return None
 
 
 def _as_committed(disk: Disk, file: FileRef) -> bytes | None:
