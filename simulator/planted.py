@@ -255,23 +255,13 @@ def version_stamped_at_the_end() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def digests_not_checked() -> Iterator[None]:
-    """Whatever parses is believed."""
-    with (
-        patch.object(artifacts, "_check", lambda *_: None),
-        patch("bucketrl.bucket.sealed_table.check_seal", lambda *_: None),
-    ):
-        yield
-
-
 PLANTED: dict[str, Plant] = {
     plant.__name__: plant
     for plant in (
         commit_before_upload, missing_fsync, no_epoch_check, dedup_by_worker, gc_ahead_of_a_lease,
         adapter_before_digest_check, base_served, own_write_taken_for_anothers, prompts_skipped_on_resume,
         leases_forgotten_on_restart, partial_with_wrong_stamp, write_ahead_ignored, half_a_step_on_signal,
-        stale_groups_trained, version_stamped_at_the_end, digests_not_checked,
+        stale_groups_trained, version_stamped_at_the_end,
     )
 }  # fmt: skip
 """Name -> a context manager; its docstring says what is wrong."""
