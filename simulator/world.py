@@ -6,11 +6,12 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 from bucketrl.bucket import keys, snapshots
 from bucketrl.bucket.errors import Fenced
@@ -47,14 +48,11 @@ class Outcome:
 def simulate(scenario: Scenario, planted: str | None = None) -> Outcome:
     """Plays `scenario`, with the fault of that name planted into the code, and judges it."""
     logging.getLogger("bucketrl").setLevel(logging.CRITICAL)
-    # A simulated run is short: what a real one does every minute or every 64 records happens in it as well.
-    housekeeping.MIN_GAP_S, snapshots.EVERY = 4.0, 5
-    vars(core)["IDLE_WAIT_S"] = 2.0  # most requests of a simulated run were idle workers'
     sys.unraisablehook = _ignore_the_dead
     folder = Path(tempfile.mkdtemp(prefix="bucketrl-simulation-", dir=_SCRATCH))
     try:
         world = World(scenario, folder)
-        with PLANTED[planted]() if planted else nullcontext():
+        with _hurried(), PLANTED[planted]() if planted else nullcontext():
             world.play()
         return world.outcome()
     finally:
@@ -198,6 +196,18 @@ class World:
     def _end_of_trouble(self) -> None:
         self._network.lossy = False
         self._kernel.note("world", "no more trouble")
+
+
+@contextmanager
+def _hurried() -> Iterator[None]:
+    """A simulated run is short: what a real one does every minute or every 64 records happens in it as well, and
+    idle workers, whose requests would be most of it, ask less often."""
+    with (
+        patch.object(housekeeping, "MIN_GAP_S", 4.0),
+        patch.object(snapshots, "EVERY", 5),
+        patch.object(core, "IDLE_WAIT_S", 2.0),
+    ):
+        yield
 
 
 def _ignore_the_dead(_: object) -> None:
