@@ -8,7 +8,6 @@ again.
 import argparse
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -16,9 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import load_file, save_file
 from tests.e2e.roles import cli, fleet
+from tests.support.long_winded import long_winded_model
 
 from benchmarks.live import live
 from benchmarks.recovery.bucket_view import BucketView
@@ -26,7 +24,6 @@ from benchmarks.recovery.measure import LIMIT_S, Measured, Times
 from bucketrl.bucket.audit import audit
 from bucketrl.bucket.stores import open_store
 from bucketrl.jobs import benchmark_record
-from bucketrl.jobs.models import TINY_ARITHMETIC
 from bucketrl.jobs.runs import open_run
 
 WORKERS = 2
@@ -58,7 +55,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 def running(folder: Path, seed: int, say: Callable[[str], None]) -> Iterator[Measured]:
     """The fleet, past its first steps."""
     config = folder / "recovery.toml"
-    config.write_text(CONFIG.format(seed=seed, model=_long_winded(folder)))
+    config.write_text(CONFIG.format(seed=seed, model=long_winded_model(folder)))
     url = str(folder / "bucket")
     made = cli("create", str(config), "--bucket", url)
     if made.returncode != 0:
@@ -75,16 +72,6 @@ def running(folder: Path, seed: int, say: Callable[[str], None]) -> Iterator[Mea
         say("starting")
         roles.wait_for(lambda: measured.view.step >= 3, seconds=LIMIT_S, what="the first steps")
         yield measured
-
-
-def _long_winded(folder: Path) -> Path:
-    """A model that chooses among all tokens alike, and so takes long to find the end of its turn."""
-    model = folder / "model"
-    shutil.copytree(TINY_ARITHMETIC, model)
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] = (weights["model.norm.weight"] * 0.02).astype(np.float32)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return model
 
 
 def figures(samples: Mapping[str, Sequence[float]], repeats: int) -> dict[str, object]:

@@ -1,22 +1,19 @@
 """SIGTERM to a real rollout worker in mid-generation: it is gone in time, and another one has its tokens."""
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from tests.e2e.roles import READ_TOKEN, Fleet, cli, fleet
+from tests.support.long_winded import long_winded_model
 
 from bucketrl.bucket import keys, partials, trajectories
 from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
-from bucketrl.jobs.models import TINY_ARITHMETIC
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,12 +46,7 @@ REWARD = (
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A model that chooses among all tokens alike takes long to find the end of its turn."""
-    model = tmp_path / "model"
-    shutil.copytree(TINY_ARITHMETIC, model)
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"] = (weights["model.norm.weight"] * 0.02).astype(np.float32)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    model = long_winded_model(tmp_path)
     (tmp_path / "odd_length.py").write_text(REWARD)
     path = tmp_path / "preemption.toml"
     path.write_text(CONFIG.format(model=model, steps=STEPS))
