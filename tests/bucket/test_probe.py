@@ -63,7 +63,7 @@ def test_it_costs_few_requests_on_s3(relayed: Relay, s3_credentials: None) -> No
     to = relayed(lambda method, before: None)
     probe(to.store, write_id="p")
     assert len(to.requests) <= MOST_REQUESTS
-    assert to.waits == []
+    assert len(to.waits) <= 1  # no answer of the probe is waited for; a server may drop one connection
 
 
 @pytest.mark.slow
