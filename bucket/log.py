@@ -52,23 +52,20 @@ class LogReader:
         try:
             if self.state.next_seq == 0:
                 fresh.extend(self._begin())
-                fresh.extend(self.accept(data) for data in self._catch_up())
-            while True:
-                fresh.append(self.accept(self._store.get(keys.log(self.state.next_seq))))
-        except NotFound:
-            healed = self._healed()
-            return [*fresh, healed] if healed is not None else fresh
-        except LogViolation:
-            healed = self._healed()
-            if healed is not None:
-                return [*fresh, healed, *self.refresh()]
-            if not fresh:
-                raise
-            return fresh
+                fresh.extend(self._catch_up())
+            while (record := self._next()) is not None:
+                fresh.append(record)
         except (IntegrityError, StoreError):
             if not fresh:
                 raise
-            return fresh
+        return fresh
+
+    def _next(self) -> StartRecord | StepRecord | None:
+        """The next record, or the newest one set right; None if there is neither."""
+        try:
+            return self.accept_read(self._store.get(keys.log(self.state.next_seq)))
+        except NotFound:
+            return self._healed()
 
     def _healed(self) -> StartRecord | StepRecord | None:
         try:
@@ -84,6 +81,17 @@ class LogReader:
         self.state, self._before = self.state.apply(data), None if own else self.state
         return decode_log(data)
 
+    def accept_read(self, data: bytes) -> StartRecord | StepRecord:
+        """As `accept`, for bytes that were read once and may have been damaged on the way: before they are
+        refused, the newest record is read again, and returned if it had been damaged; then these are.
+
+        Raises LogViolation, StoreError, NotFound.
+        """
+        try:
+            return self.accept(data)
+        except LogViolation:
+            return self._healed() or self.accept(self._store.get(keys.log(self.state.next_seq)))
+
     def verify_head(self) -> StartRecord | StepRecord | None:
         """Reads the newest record once more: only the next one names its digest, so a bit that was damaged on
         the way to this reader may have passed. Returns it if it was, with `state` set right; else None.
@@ -97,7 +105,7 @@ class LogReader:
             self._before = None
             return None
         self.state, self._before = self._before, None
-        return self.accept(data)
+        return self.accept_read(data)
 
     def _begin(self) -> list[StartRecord | StepRecord]:
         """The commit of the newest snapshot, if this reader uses it and there is one."""
@@ -107,15 +115,20 @@ class LogReader:
         self.state = LogState.at_commit(self._run, data)
         return [decode_log(data)]
 
-    def _catch_up(self) -> Iterator[bytes]:
-        """What follows, fetched in parallel: a late joiner would wait for one round trip each."""
+    def _catch_up(self) -> Iterator[StartRecord | StepRecord]:
+        """What follows, fetched in parallel: a late joiner would wait for one round trip each. Ends at a
+        record that may not follow."""
         first = self.state.next_seq
         after = keys.log(first - 1) if first else ""
         listed = {keys.parse_log(info.key) for info in self._store.list(keys.LOG_PREFIX, after)}
         end = first
         while end in listed:
             end += 1
-        return snapshots.fetch(self._store, range(first, end))
+        for data in snapshots.fetch(self._store, range(first, end)):
+            try:
+                yield self.accept(data)
+            except LogViolation:
+                return
 
 
 class LogWriter:
@@ -220,7 +233,10 @@ class LogWriter:
         """Whether `record` is in the log now. Either way the reader has moved past its seq."""
         data = record.encode()
         existing = self._create(keys.log(record.seq), data)
-        stored = self._reader.accept(existing or data, own=existing is None)
+        if existing is None:
+            self._reader.accept(data, own=True)
+            return True
+        stored = self._reader.accept_read(existing)
         return stored.write_id == record.write_id
 
     def _has_landed(self, record: StepRecord) -> bool:

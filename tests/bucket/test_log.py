@@ -229,19 +229,28 @@ def test_endless_defeat_in_start_ends(memory: Store) -> None:
         writer_on(memory, create=create).start("learner-a")
 
 
-class DamagesOnce(MemoryStore):
-    """One bit of one reading of `key` is wrong, where nothing but a digest can tell."""
+QUIETLY = (b'"written_at": "2', b'"written_at": "3')
+"""Damage that nothing but a digest can tell."""
+LOUDLY = (b'"seq":', b'"seq";')
 
-    def __init__(self, inner: MemoryStore, key: str) -> None:
+
+class DamagesOnce(MemoryStore):
+    """The `nth` reading of `key` is damaged."""
+
+    def __init__(
+        self, inner: MemoryStore, key: str, damage: tuple[bytes, bytes] = QUIETLY, nth: int = 1
+    ) -> None:
         super().__init__()
         self._objects = inner._objects
-        self._left = [key]
+        self._key = key
+        self._damage = damage
+        self._left = nth
 
     def get(self, key: str) -> bytes:
         data = super().get(key)
-        if key in self._left:
-            self._left.remove(key)
-            return data.replace(b'"written_at": "2', b'"written_at": "3')
+        self._left -= key == self._key
+        if key == self._key and self._left == 0:
+            return data.replace(*self._damage)
         return data
 
 
@@ -275,6 +284,37 @@ def test_it_is_read_again_when_the_next_one_shows_it(monkeypatch: pytest.MonkeyP
     assert reader.state == learner.reader.state
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("damage", [QUIETLY, LOUDLY])
+@pytest.mark.parametrize("seq", [0, 1, 2])
+def test_no_single_damaged_reading_ends_anything(seq: int, damage: tuple[bytes, bytes], nth: int) -> None:
+    """A learner whose proxy refused its commit because of one would have to be started again."""
+    memory = MemoryStore()
+    learner = Learner(memory, run_record(), "learner-a")
+    learner.start()
+    learner.commit()
+    learner.commit(learner.write_batch([upload(memory, group(1))]))
+    reader = LogReader(DamagesOnce(memory, keys.log(seq), damage, nth), run_record())
+    for _ in range(2):
+        reader.refresh()
+    assert reader.state == learner.reader.state
+
+
+def test_a_rivals_record_that_was_read_damaged_is_read_again() -> None:
+    memory = MemoryStore()
+    rival = Learner(memory, run_record(), "rival")
+
+    def create(key: str, data: bytes) -> bytes | None:
+        if key == keys.log(0):
+            rival.start()
+        existing = create_in(memory)(key, data)
+        return existing and existing.replace(*LOUDLY)
+
+    writer = writer_on(memory, create=create)
+    assert writer.start("learner-a") == 2
+    assert writer.state.head_seq == 1
+
+
 def test_a_learner_names_no_digest_that_it_read_damaged() -> None:
     memory = MemoryStore()
     _, damaging = damaged_at_head(memory)
@@ -286,7 +326,7 @@ def test_a_broken_log_is_not_healed_by_reading_it_again() -> None:
     memory = MemoryStore()
     learner, _ = damaged_at_head(memory)
     learner.commit(learner.write_batch([upload(memory, group(1))]))
-    memory.put(keys.log(1), memory.get(keys.log(1)).replace(b'"written_at": "2', b'"written_at": "3'))
+    memory.put(keys.log(1), memory.get(keys.log(1)).replace(*QUIETLY))
     reader = LogReader(memory, run_record())
     assert len(reader.refresh()) == 2
     with pytest.raises(LogViolation, match="parent_sha256"):
