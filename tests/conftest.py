@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from tests.support.s3 import CREDENTIALS, S3Server, ministack_server, moto_server, rclone_server
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -293,7 +293,7 @@ events = st.sampled_from(EVENTS)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     history=st.lists(
         st.tuples(events, st.integers(1, 60), st.lists(events, max_size=6)), min_size=4, max_size=14

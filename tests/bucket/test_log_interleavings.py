@@ -139,4 +139,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=150, stateful_step_count=25)

@@ -44,7 +44,7 @@ def completions(draw: st.DrawFn, sample: int) -> Completion:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_partial_group_round_trips_exactly(data: st.DataObject) -> None:
     samples = data.draw(st.lists(st.integers(0, 100), min_size=1, max_size=4, unique=True))
@@ -52,7 +52,7 @@ def test_a_partial_group_round_trips_exactly(data: st.DataObject) -> None:
     assert partials.decode(partials.encode(original), **WANTED) == original
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_flipped_bit_and_any_cut_is_refused(data: st.DataObject) -> None:
     whole = partials.encode(partial_group())

@@ -117,7 +117,7 @@ def test_without_a_valid_snapshot_a_reader_begins_with_record_0(memory: Store) -
     assert reader.state == writer.state
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kinds=st.lists(st.booleans(), min_size=1, max_size=12),
     marked=st.sets(st.integers(0, 13), max_size=4),

@@ -65,13 +65,13 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups())
 def test_a_valid_group_round_trips_exactly(original: TrajectoryGroup) -> None:
     assert decode(encode(original), **WANTED) == original
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
     """Wherever it is: pages, text, footer, the digest itself, the magic."""
@@ -81,7 +81,7 @@ def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
         decode(bytes(torn), **WANTED)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_truncation_or_extension_is_refused(data: st.DataObject) -> None:
     whole = encode(group())

@@ -30,7 +30,7 @@ def naive(hidden: torch.Tensor, weight: torch.Tensor, target: int, temperature: 
     return scaled[target] - normaliser, entropy
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.1, 5.0),

@@ -28,7 +28,7 @@ def naive_token(logprob: float, behaviour: float, advantage: float) -> tuple[flo
     return -clipped * advantage, 0.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tokens=st.lists(token, min_size=1, max_size=20), padding=st.integers(0, 50))
 def test_policy_loss_matches_a_loop_over_tokens(
     tokens: list[tuple[float, float, float]], padding: int
