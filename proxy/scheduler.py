@@ -8,6 +8,7 @@ An ordinal below `next_ordinal` is always in exactly one of these: consumed, upl
 (to be issued again), or unaccounted (a predecessor may have leased it; queued after a grace period).
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ ADOPTION_GRACE_S = 10.0
 """Two heartbeat intervals: time for workers to claim what a predecessor leased to them."""
 IDLE_WAIT_S = 0.5
 """When a worker that got less than it asked for should ask again."""
+SHORT_S = 2 * IDLE_WAIT_S
+"""For how long a worker that got less than it asked for is remembered, unless it asks again."""
 REACH = 4
 """Groups further than this many bounds ahead of all that was issued are nobody's honest work: workers
 without a proxy stay within two bounds of the consumed cursor."""
@@ -74,6 +77,8 @@ class Scheduler:
     _leases: LeaseTable = field(default_factory=LeaseTable)
     _unaccounted: dict[int, float] = field(default_factory=dict)
     _tail: Tail = field(default_factory=Tail)
+    _short: dict[str, float] = field(default_factory=dict)
+    """Workers that got less than they asked for the last time, and when; oldest first."""
 
     # -- what the bucket says ---------------------------------------------------------------------
 
@@ -131,16 +136,21 @@ class Scheduler:
 
     def lease(self, worker_id: str, max_groups: int, now: float) -> LeaseReply:
         """Up to `max_groups` groups: those to be issued again first, begun ones before all others, then fresh
-        ones within the staleness bound, then late ones a second time."""
+        ones within the staleness bound, then late ones a second time.
+
+        While other workers go short, nobody gets fresh groups beyond an equal share of the bound: one large
+        engine would else hold all that is admitted."""
         self.expire(now)
         if self.finished:
             return LeaseReply(leases=(), wait_seconds=IDLE_WAIT_S, reason="finished")
         if self.version < 0:
             return LeaseReply(leases=(), wait_seconds=IDLE_WAIT_S, reason="no_policy")
         leases: list[Lease] = []
+        share = self._share(worker_id, now)
         while len(leases) < max_groups:
-            ordinal = self._choose(worker_id, now)
+            ordinal = self._choose(worker_id, now, fresh=self.leases_of(worker_id) < share)
             if ordinal is None:
+                self._short[worker_id] = now
                 return LeaseReply(leases=tuple(leases), wait_seconds=IDLE_WAIT_S, reason="staleness_bound")
             leases.append(self._issue(worker_id, ordinal, now))
         return LeaseReply(leases=tuple(leases))
@@ -191,6 +201,7 @@ class Scheduler:
 
     def lost(self, worker_id: str) -> None:
         """The worker has not been heard of: its groups go to others."""
+        self._short.pop(worker_id, None)
         for lease in self._leases.of_worker(worker_id):
             self.totals.expired += 1
             self._drop(lease)
@@ -255,12 +266,20 @@ class Scheduler:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _choose(self, worker_id: str, now: float) -> int | None:
+    def _share(self, worker_id: str, now: float) -> float:
+        """Groups that the worker may hold before it gets no fresh ones; infinite while nobody else goes short."""
+        self._short.pop(worker_id, None)
+        # Oldest first, since whoever goes short again is entered anew.
+        while self._short and now - next(iter(self._short.values())) > SHORT_S:
+            del self._short[next(iter(self._short))]
+        return max(1, self.limits.max_outstanding // (1 + len(self._short))) if self._short else math.inf
+
+    def _choose(self, worker_id: str, now: float, *, fresh: bool) -> int | None:
         waiting = self._queue.pop()
         if waiting is not None:
             self.totals.reissued += 1
             return waiting
-        if self.outstanding < self.limits.max_outstanding:
+        if fresh and self.outstanding < self.limits.max_outstanding:
             self.next_ordinal += 1
             return self.next_ordinal - 1
         late = self._tail.late_group(self._leases, worker_id, now)

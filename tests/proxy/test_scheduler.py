@@ -42,6 +42,27 @@ def test_admission_stops_at_the_staleness_bound_and_reopens_with_a_commit() -> N
     assert ordinals(one.lease("w", 9, 0.0)) == [6, 7]
 
 
+def test_a_large_worker_leaves_the_others_their_share() -> None:
+    one = scheduler()
+    assert len(one.lease("large", 9, 0.0).leases) == 6
+    assert len(one.lease("small", 1, 0.1).leases) == 0
+    for step in range(1, 4):
+        one.committed(Consumed(cursor=step), step, 1.0, finished=False)
+        assert len(one.lease("large", 9, 1.0).leases) == 0, "it holds more than half while another waits"
+        assert len(one.lease("small", 1, 1.0).leases) == 1
+        assert len(one.lease("small", 1, 1.0).leases) == 0
+    one.committed(Consumed(cursor=4), 4, 1.5, finished=False)
+    assert len(one.lease("large", 9, 1.5).leases) == 1, "its half is three, of which it holds two"
+
+
+def test_a_large_worker_takes_what_nobody_else_wants() -> None:
+    one = scheduler()
+    one.lease("large", 9, 0.0)
+    one.lease("small", 1, 0.1)
+    one.committed(Consumed(cursor=2), 1, 9.0, finished=False)
+    assert len(one.lease("large", 9, 9.0).leases) == 2, "the small one asked long ago"
+
+
 def test_pending_skips_do_not_count_as_outstanding() -> None:
     """Otherwise a batch of zero-variance groups could starve the learner for ever."""
     one = scheduler()
@@ -489,5 +510,5 @@ class Histories(RuleBasedStateMachine):
         assert self.consumed.cursor >= before + 100, "the learner starved"
 
 
-Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Histories.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestHistories = Histories.TestCase
