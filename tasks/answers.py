@@ -1,15 +1,17 @@
 """Answer rules: where in a completion the answer stands. Pure; any text in, an answer or None out."""
 
 import re
+import textwrap
 from fractions import Fraction
 from typing import Literal
 
-AnswerRule = Literal["whole", "line", "first_number", "last_number", "boxed", "tag"]
+AnswerRule = Literal["whole", "line", "first_number", "last_number", "boxed", "tag", "last_code_block"]
 
 # A minus is a sign unless something stands right before it ("7-5"); commas only group thousands.
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<=\d-)\d+(?:\.\d+)?")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = "\\boxed{"
+_CODE_BLOCK = re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 def extract_answer(rule: AnswerRule, completion: str) -> str | None:
@@ -20,6 +22,7 @@ def extract_answer(rule: AnswerRule, completion: str) -> str | None:
     - `first_number`, `last_number`: a decimal number, thousands separators removed
     - `boxed`: the content of the last complete `\\boxed{...}`
     - `tag`: the content of the last complete `<answer>...</answer>`
+    - `last_code_block`: the content of the last complete block between lines of ```, common indent removed
     """
     match rule:
         case "whole":
@@ -34,6 +37,9 @@ def extract_answer(rule: AnswerRule, completion: str) -> str | None:
         case "tag":
             tagged = _TAG.findall(completion)
             answer = tagged[-1] if tagged else ""
+        case "last_code_block":
+            blocks = _CODE_BLOCK.findall(completion)
+            answer = textwrap.dedent(blocks[-1]) if blocks else ""
     return answer.strip() or None
 
 

@@ -9,8 +9,10 @@ import fsspec
 
 from bucketrl.tasks.answers import same_number, same_text
 from bucketrl.tasks.base import Split, TaskError
+from bucketrl.tasks.code_tests import CallTests, OutputTests, parse_tests, share_passed
 from bucketrl.tasks.config import JsonlConfig
 from bucketrl.tasks.questions import Question
+from bucketrl.tasks.sandbox import Limits
 
 
 class JsonlSource:
@@ -50,6 +52,11 @@ class JsonlSource:
                 return float(same_number(answer, reference))
             case "exact":
                 return float(same_text(answer, reference))
+            case "python_tests":
+                partial = self._config.partial_credit
+                limits = Limits(**self._config.sandbox.model_dump())
+                share = share_passed(answer, reference, limits, stop_at_failure=not partial)
+                return share if partial else float(share == 1.0)
 
 
 def same_mathematics(answer: str, reference: str) -> bool:
@@ -61,8 +68,6 @@ def same_mathematics(answer: str, reference: str) -> bool:
     import math_verify
 
     # It warns in every process that its limit is off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # It warns that its limit is off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold, target = (math_verify.parse(_as_latex(text), parsing_timeout=None) for text in (reference, answer))
     return bool(math_verify.verify(gold, target, timeout_seconds=None))
@@ -96,13 +101,25 @@ def _row(line: bytes, where: str, config: JsonlConfig) -> Question:
         raise TaskError(f"{where}: not JSON ({error})") from None
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a {type(row).__name__}, not an object")
+    tests = config.verifier == "python_tests"
     for field, name in (("prompt_field", config.prompt_field), ("answer_field", config.answer_field)):
-        if not isinstance(row.get(name), str | int | float):
+        kinds = (list, dict, str) if tests and field == "answer_field" else (str, int, float)
+        if not isinstance(row.get(name), kinds):
             raise TaskError(f"{where}: no text or number in {name!r}; task.{field} names the field")
+    text = str(row[config.prompt_field])
+    if tests:
+        return Question(text, row[config.answer_field] if config.reward else _tests(row, where, config))
     reference = str(row[config.answer_field])
     if config.verifier == "number" and not config.reward:
         _check_number(reference, where)
-    return Question(str(row[config.prompt_field]), reference)
+    return Question(text, reference)
+
+
+def _tests(row: dict[str, Any], where: str, config: JsonlConfig) -> CallTests | OutputTests:
+    try:
+        return parse_tests(row[config.answer_field])
+    except ValueError as error:
+        raise TaskError(f"{where}: {config.answer_field!r}: {error}") from None
 
 
 def _check_number(reference: str, where: str) -> None:

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from bucketrl.tasks.answers import AnswerRule, extract_answer, same_number, same_text
 
-RULES: tuple[AnswerRule, ...] = ("whole", "line", "first_number", "last_number", "boxed", "tag")
+RULES: tuple[AnswerRule, ...] = (
+    "whole",
+    "line",
+    "first_number",
+    "last_number",
+    "boxed",
+    "tag",
+    "last_code_block",
+)
 
 
 @pytest.mark.parametrize(
