@@ -64,4 +64,4 @@ class Environment(Task, Protocol):
         """
 
     def score_episode(self, prompt: Prompt, said: tuple[Message, ...], finish_reason: FinishReason) -> Reward:
-        """Reward of the whole episode, in place of `score`. `length`: it ran out of tokens or turns."""
+        """Reward of the whole episode, in place of `score`. `length`: it ran out of tokens."""

@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from bucketrl.tasks.answers import AnswerRule
 from bucketrl.tasks.base import TaskError
 
-KINDS = ("reasoning_gym", "jsonl", "arithmetic")
+KINDS = ("reasoning_gym", "jsonl", "arithmetic", "environment", "verifiers")
 
 Size = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 30)]
-Verifier = Literal["math_verify", "number", "exact"]
+Verifier = Literal["math_verify", "number", "exact", "python_tests"]
 FunctionName = Annotated[str, Field(pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$")]
 
 
@@ -39,6 +39,10 @@ class CommonConfig(Section):
     """Where the answer stands in a completion (`tasks.answers`)."""
     reward: FunctionName = ""
     """`module:function`, an importable reward in place of the verifier (`tasks.custom`)."""
+    tools: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")], ...] = ()
+    """`module:function`, each one a function that the policy may call (`tasks.tools`)."""
+    max_turns: Annotated[int, Field(ge=2)] = 8
+    """Of the policy, with tools: the last one is its answer."""
 
     @model_validator(mode="after")
     def _template_asks(self) -> Self:
@@ -70,6 +74,17 @@ class ReasoningGymConfig(CommonConfig):
         return self
 
 
+class SandboxConfig(Section):
+    """Limits of a program that a verifier runs (`tasks.sandbox`)."""
+
+    cpu_seconds: Annotated[int, Field(ge=1, le=3600)] = 5
+    memory_mb: Annotated[int, Field(ge=64, le=1 << 20)] = 512
+    """Address space, in MiB."""
+    wall_seconds: Annotated[float, Field(gt=0, le=3600)] = 6.0
+    """For all tests of a completion together. Keep it some seconds below the worker's `reward_timeout_s`, which
+    drops the completion instead of calling it wrong."""
+
+
 class JsonlConfig(CommonConfig):
     """Question and answer rows, one JSON object a line."""
 
@@ -85,6 +100,11 @@ class JsonlConfig(CommonConfig):
     seed: Seed = 0
     """Chooses the held-out questions."""
     verifier: Verifier = "math_verify"
+    """`python_tests`: the answer is a program, the row's answer its tests (`tasks.code_tests`)."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where `python_tests` runs programs."""
+    partial_credit: bool = False
+    """`python_tests`: whether the share of tests that a program passes counts, or all of them only."""
 
 
 class ArithmeticConfig(CommonConfig):
@@ -99,11 +119,36 @@ class ArithmeticConfig(CommonConfig):
     seed: Seed = 0
 
 
-TaskConfig = Annotated[ReasoningGymConfig | JsonlConfig | ArithmeticConfig, Field(discriminator="kind")]
-_ADAPTER: TypeAdapter[ReasoningGymConfig | JsonlConfig | ArithmeticConfig] = TypeAdapter(TaskConfig)
+class EnvironmentConfig(Section):
+    """A task of one's own, of one turn or of several (`tasks.base.Task`, `tasks.base.Environment`)."""
+
+    kind: Literal["environment"]
+    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """`module:function`, called with `args` on every machine; what it returns must be picklable."""
+    args: dict[str, Any] = {}
 
 
-def parse_task_config(settings: dict[str, Any]) -> ReasoningGymConfig | JsonlConfig | ArithmeticConfig:
+class VerifiersConfig(Section):
+    """An installed environment of Prime Intellect's `verifiers`, with its own prompts and rubric."""
+
+    kind: Literal["verifiers"]
+    environment: Annotated[str, Field(min_length=1)]
+    """What `vf.load_environment` takes: `gsm8k`, `owner/name`, the name of a module of one's own."""
+    args: dict[str, Any] = {}
+    """Arguments of its `load_environment`."""
+    train_size: Size = 10_000
+    """Rows of its dataset, at most."""
+    heldout_size: Size = 200
+    """Rows of its evaluation dataset, at most; without one, distinct prompts of its dataset set aside."""
+    seed: Seed = 0
+    """Chooses the prompts that are set aside."""
+
+
+TaskConfig = ReasoningGymConfig | JsonlConfig | ArithmeticConfig | EnvironmentConfig | VerifiersConfig
+_ADAPTER: TypeAdapter[TaskConfig] = TypeAdapter(Annotated[TaskConfig, Field(discriminator="kind")])
+
+
+def parse_task_config(settings: dict[str, Any]) -> TaskConfig:
     """Raises TaskError that names the first wrong field."""
     try:
         return _ADAPTER.validate_python(settings)

@@ -1,4 +1,4 @@
-"""Reward functions of one's own: `reward = "module:function"` in the `[task]` table.
+"""Functions of one's own, named `module:function` in the `[task]` table. `reward`:
 
     def reward(prompt_messages, completion, reference, finish_reason) -> float | dict[str, float]
 
@@ -17,18 +17,18 @@ from bucketrl.tasks.base import FinishReason, Prompt, Reward, TaskError
 
 
 @functools.cache
-def import_reward(name: str) -> Callable[..., Any]:
-    """The function called `module:function`. Raises TaskError if it cannot be imported."""
+def import_function(field: str, name: str) -> Callable[..., Any]:
+    """The function `module:function` that `task.<field>` names. Raises TaskError if it cannot be imported."""
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise TaskError(
-            f"task.reward: cannot import {name!r} ({error}); install its module or add its folder "
+            f"task.{field}: cannot import {name!r} ({error}); install its module or add its folder "
             "to PYTHONPATH"
         ) from error
     if not callable(function):
-        raise TaskError(f"task.reward: {name!r} is a {type(function).__name__}, not a function")
+        raise TaskError(f"task.{field}: {name!r} is a {type(function).__name__}, not a function")
     called: Callable[..., Any] = function
     return called
 
@@ -36,7 +36,7 @@ def import_reward(name: str) -> Callable[..., Any]:
 def call_reward(name: str, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
     """Raises what the function raises, and TypeError if it returns something else than a float or a dict."""
     messages = [dict(message) for message in prompt.messages]
-    result = import_reward(name)(messages, completion, prompt.reference, finish_reason)
+    result = import_function("reward", name)(messages, completion, prompt.reference, finish_reason)
     if isinstance(result, dict):
         if "total" not in result:
             raise TypeError(f"{name} returned a dict without `total`")

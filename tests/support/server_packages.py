@@ -36,7 +36,7 @@ def installed_program(package: str, program: str) -> Path:
             try:
                 _install(pin, folder)
             except subprocess.SubprocessError as error:
-                _give_up(pin, error)
+                give_up(pin, error)
             ready.touch()
     return folder / "bin" / program
 
@@ -63,7 +63,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
 
 
-def _give_up(pin: str, error: subprocess.SubprocessError) -> None:
+def give_up(pin: str, error: subprocess.SubprocessError) -> None:
     said = str(getattr(error, "stderr", "") or error)
     reason = f"{pin} could not be installed: {said.strip()[-400:]}"
     required = os.environ.get("CI") or os.environ.get("BUCKETRL_REQUIRE_S3_SERVERS") == "1"
