@@ -106,6 +106,8 @@ class RolloutState(Message):
     loaded_version: int
     leases: tuple[HeldLease, ...] = ()
     running_requests: int = 0
+    target_requests: int = 0
+    """That the engine has room for, as far as the worker knows; 0 while it starts."""
     tokens_generated: int = 0
     """Since the worker started."""
     tokens_per_second: float = 0.0

@@ -49,7 +49,7 @@ def _add_run(verbs: Verbs) -> None:
     verb.add_argument("--workers", type=positive, default=1, metavar="N")
     verb.add_argument("--engine", choices=ENGINES, default="auto")
     verb.add_argument("--port", type=port, default=0, metavar="P", help="of the proxy; default: any free one")
-    verb.add_argument("--groups-in-flight", type=positive, default=8, metavar="N", help="of each worker")
+    verb.add_argument("--groups-in-flight", type=positive, metavar="N", help="default: what an engine holds")
     verb.add_argument("--kv-cache-mb", type=positive, metavar="N", help="default: the engine decides")
     _add_keep(verb, whole)
     verb.add_argument("--evaluate", type=positive, metavar="N", help="held-out problems, before and after")
@@ -74,8 +74,19 @@ def _add_roles(verbs: Verbs) -> None:
     verb.add_argument("--bucket", required=True, metavar="URL")
     verb.add_argument("--proxy", required=True, metavar="URL")
     _add_member(verb, "--worker-id")
-    verb.add_argument("--engine", choices=ENGINES, default="auto")
-    verb.add_argument("--groups-in-flight", type=positive, default=8, metavar="N")
+    _add_engine(verb)
+    verb.add_argument("--groups-in-flight", type=positive, metavar="N", help="default: what the engine holds")
+    verb.add_argument(
+        "--engines",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="copies of the model, each on GPUs of its own",
+    )
+    verb.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="GPUs of each stage")
+    verb.add_argument(
+        "--pipeline-parallel", type=positive, default=1, metavar="N", help="stages of an engine"
+    )
     verb.add_argument("--grace", type=above_zero, default=10.0, metavar="S", help="from SIGTERM to exit")
     verb.add_argument("--kv-cache-mb", type=positive, metavar="N", help="default: the engine decides")
     verb.add_argument("--gpu-memory-utilization", type=fraction, default=0.9, metavar="F")
@@ -115,7 +126,7 @@ def _add_measurements(verbs: Verbs) -> None:
     )
     verb.add_argument("--problems", type=positive, default=200, metavar="N")
     verb.add_argument("--temperature", type=above_zero, metavar="T", help="default: the run's own")
-    verb.add_argument("--engine", choices=ENGINES, default="auto")
+    _add_engine(verb)
     verb.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="default: ~/.cache/bucketrl")
 
 
@@ -159,6 +170,13 @@ def _add_keep(verb: Parser, number: Callable[[str], int]) -> None:
         type=number,
         metavar="N",
         help="commits whose trajectories, batches and adapters stay in the bucket; default: 64" + everything,
+    )
+
+
+def _add_engine(verb: Parser) -> None:
+    verb.add_argument("--engine", choices=(*ENGINES, "http"), default="auto")
+    verb.add_argument(
+        "--engine-url", default="", metavar="URL", help="of your own vllm serve, for --engine http"
     )
 
 

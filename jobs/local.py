@@ -48,7 +48,7 @@ class LocalOptions:
     """0: any free one."""
     folder: Path
     """For log files and the token that people need."""
-    groups_in_flight: int
+    groups_in_flight: int | None
     kv_cache_mb: int | None
     keep: int | None
     """Commits that stay in the bucket; see `bucketrl learner --keep`."""
@@ -146,7 +146,8 @@ def _children(options: LocalOptions, port: int, url: str, tokens: dict[str, str]
         return Child(name, arguments, options.folder / f"{name}.log", env)
 
     rollout = ["rollout", *where, "--proxy", url, "--engine", options.engine]
-    rollout += ["--groups-in-flight", str(options.groups_in_flight)]
+    if options.groups_in_flight is not None:
+        rollout += ["--groups-in-flight", str(options.groups_in_flight)]
     if options.kv_cache_mb is not None:
         rollout += ["--kv-cache-mb", str(options.kv_cache_mb)]
     learner = ["learner", *where, "--proxy", url, "--poll", "0.2"]

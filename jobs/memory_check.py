@@ -12,6 +12,7 @@ from bucketrl.planner.memory_model import ModelShape, engine_bytes, learner_byte
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+THE_GPU = "the GPU"
 UNKNOWN = "how much memory it takes cannot be told from this model's config.json"
 
 
@@ -34,9 +35,20 @@ def model_shape(model_folder: Path) -> ModelShape | None:
         return None
 
 
-def check_engine(config: RunConfig, model_folder: Path, *, kv_cache_bytes: int | None = None) -> str:
-    """One line for people. Raises UserError if a rollout engine cannot fit."""
-    return _check("an engine", _engine(config, model_shape(model_folder), kv_cache_bytes))
+def check_engine(
+    config: RunConfig,
+    model_folder: Path,
+    *,
+    kv_cache_bytes: int | None = None,
+    engines: int = 1,
+    gpus_per_engine: int = 1,
+) -> str:
+    """One line for people. Raises UserError if rollout engines cannot fit: on GPUs each has its own, which share
+    its weights evenly; on CPU all are in one memory."""
+    needed = _engine(config, model_shape(model_folder), kv_cache_bytes)
+    if _memory()[1] == THE_GPU:
+        return _check("an engine", needed // gpus_per_engine)
+    return _check("an engine" if engines == 1 else f"{engines} engines", engines * needed)
 
 
 def check_learner(config: RunConfig, model_folder: Path) -> str:
@@ -104,6 +116,6 @@ def _memory() -> tuple[int, str]:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        return int(answer.split()[0]) << 20, "the GPU"
+        return int(answer.split()[0]) << 20, THE_GPU
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"

@@ -58,13 +58,26 @@ def rollout(arguments: argparse.Namespace) -> int:
     client = connect(arguments.proxy, run)
     task, model_path = load_task(run.config.task), load_model(run, progress=logger.info)
     kv_cache_bytes = arguments.kv_cache_mb << 20 if arguments.kv_cache_mb else None
-    logger.info(check_engine(run.config, model_path, kv_cache_bytes=kv_cache_bytes))
+    if arguments.engine != "http":
+        logger.info(
+            check_engine(
+                run.config,
+                model_path,
+                kv_cache_bytes=kv_cache_bytes,
+                engines=arguments.engines,
+                gpus_per_engine=arguments.tensor_parallel * arguments.pipeline_parallel,
+            )
+        )
     from bucketrl.rollout_worker.main import WorkerOptions, run_worker
 
     options = WorkerOptions(
         worker_id=arguments.member_id or new_member_id(),
         cache_dir=arguments.cache_dir or default_cache(),
         engine=arguments.engine,
+        engine_url=arguments.engine_url,
+        engines=arguments.engines,
+        tensor_parallel=arguments.tensor_parallel,
+        pipeline_parallel=arguments.pipeline_parallel,
         max_groups_in_flight=arguments.groups_in_flight,
         grace_s=arguments.grace,
         kv_cache_bytes=kv_cache_bytes,

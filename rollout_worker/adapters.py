@@ -11,7 +11,7 @@ import logging
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from bucketrl.api.messages import PolicyHead
 from bucketrl.bucket import keys
 from bucketrl.bucket.artifacts import fetch
 from bucketrl.bucket.errors import IntegrityError, StoreError
-from bucketrl.bucket.records import RunRecord, StepRecord, decode_log, sha256_hex
+from bucketrl.bucket.records import Canary, RunRecord, StepRecord, decode_log, sha256_hex
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.adapter_config import check_adapter_config
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.canary import canary_failure
 from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.engines.pool import EnginePool
 from bucketrl.rollout_worker.policy import PolicyWatcher
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,7 @@ class Adapters:
             await in_thread(fetch, self._store, record.policy.files, folder)
             check_adapter_config(folder, self._run.config)
             await self._engine.add_adapter(version, folder)
-            measured = await self._engine.score(record.canary.token_ids, version)
-            failure = canary_failure(measured, record.canary, self._run.config.model.dtype)
+            failure = await self._proof(version, record.canary)
             if failure is not None:
                 await self._engine.remove_adapter(version)
                 raise IntegrityError(f"the engine does not serve it: {failure}")
@@ -111,6 +111,16 @@ class Adapters:
             self.newest = version
             self._loaded.notify_all()
         logger.info("serving policy version %d", version)
+
+    async def _proof(self, version: int, canary: Canary) -> str | None:
+        """Why the engine does not serve `version`; of several engines each is asked."""
+
+        def judge(measured: Sequence[float]) -> str | None:
+            return canary_failure(measured, canary, self._run.config.model.dtype)
+
+        if isinstance(self._engine, EnginePool):
+            return await self._engine.prove(version, canary.token_ids, judge)
+        return judge(await self._engine.score(canary.token_ids, version))
 
     async def prune(self) -> None:
         """Removes versions that no request uses and that are too old for the staleness bound."""

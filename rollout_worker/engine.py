@@ -49,11 +49,31 @@ class DroppedCompletion(BucketrlError):
     """A completion that cannot be trained on. The message is the reason; the worker counts it and goes on."""
 
 
+class EngineDied(BucketrlError):
+    """The engine has ended by itself and does nothing more: every call of it raises this until it is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """What an engine holds at the same time."""
+
+    kv_tokens: int | None
+    """Tokens in its KV cache; requests with the same prompt share the prompt's. None: nobody knows."""
+    max_requests: int
+    """More than that wait inside the engine."""
+
+
 class Engine(Protocol):
     """One engine serves several adapter versions at once. All methods are safe to call concurrently."""
 
     name: str
     """`vllm 0.32.0`, `transformers 5.19.0`: shown to people and recorded with trajectories."""
+    stop_token_ids: tuple[int, ...]
+    """Each ends a completion, whose last token it is then."""
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """Known when `start` has returned; it may change later."""
 
     async def start(self) -> None:
         """Loads the base model; may take minutes. Raises UserError if it cannot be served as configured."""

@@ -1,12 +1,13 @@
 """The rollout worker: lease, generate, score, upload; many groups at once, each stage in the background.
 
-                 ┌─ feed ──────► ready ──► slot (one group generating each) ──► scoring ──► uploads ──► bucket
-    proxy ◄──────┤   leases                  │ newest version at send                          │
-                 ├─ heartbeats, long poll     ▼                                                 └──► complete
+                 ┌─ feed ──────► ready ──► begin ──► groups in flight ──► scoring ──► uploads ──► bucket
+    proxy ◄──────┤   leases                  │ newest version at send                     │
+                 ├─ heartbeats, long poll     ▼                                            └──► complete
                  └─ adapters ───────────► engine
 
-`feed` leases ahead of the slots, so that the engine never waits for the proxy, and stops leasing while too
-many groups wait to be uploaded. Whatever ends the worker (the run is finished, a signal, an error), its last
+A group begins as soon as enough requests have ended, whichever group they belong to; `flow` says how many may
+run. `feed` leases ahead, so that the engine never waits for the proxy, and stops leasing while too many
+groups wait to be uploaded. Whatever ends the worker (the run is finished, a signal, an error), its last
 act is `_shut_down`, and `preemption.py` tells what becomes of the groups that it still holds then.
 """
 
@@ -15,6 +16,7 @@ import itertools
 import logging
 import random
 import secrets
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,8 +33,10 @@ from bucketrl.bucket.trajectories import encode
 from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.background import Background, in_time
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.counters import Counters
+from bucketrl.rollout_worker.counters import Counters, MeteredEngine, group_in_flight
 from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.engines.pool import EnginePool
+from bucketrl.rollout_worker.flow import Flow, GroupInFlight
 from bucketrl.rollout_worker.group import GroupSampler, SampledGroup, VersionNotServed
 from bucketrl.rollout_worker.heartbeat import Heartbeats
 from bucketrl.rollout_worker.link import ProxyLink
@@ -50,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKLOG = 64
 """Groups generated and not uploaded; no more are leased beyond that, which bounds memory."""
+RECHECK_S = 0.2
+"""Room comes not only when requests end: that those which run grow old, or have short prompts, makes some too."""
 
 EndReason = Literal["finished", "drained"]
 
@@ -77,14 +83,13 @@ class RolloutWorker:
         worker_id = options.worker_id
         self._options = options
         self._store = store
-        self._ahead = 1 + options.max_groups_in_flight // 4
         # A worker that starts again under its old id must not write under an old key.
         rng = rng or random.Random(secrets.randbits(128))
         self._incarnation = f"{rng.getrandbits(24):06x}"
         self._attempts = itertools.count()
-        self._ready: asyncio.Queue[Work] = asyncio.Queue()
+        self._ready: deque[Work] = deque()
+        """Leased and not begun."""
         self._changed = asyncio.Event()
-        self._busy = 0
         self._complete: dict[Work, SampledGroup] = {}
         """Groups whose completions are all drawn and which are not in the bucket yet."""
         self._cut: list[SampledGroup] = []
@@ -117,8 +122,18 @@ class RolloutWorker:
             link, store, run, self._policy, worker_id, rng=rng, on_finished=finished, clock=loop.time
         )
         prompts = Prompts(task, tokenizer, run.config)
+        sampling = run.config.sampling
+        self._flow = Flow(
+            lambda: engine.capacity,
+            group_size=sampling.group_size,
+            max_tokens=sampling.max_tokens,
+            max_prompt=run.config.rollout.max_model_len - sampling.max_tokens,
+            max_ahead=run.config.algorithm.groups_per_step,
+            max_groups=options.max_groups_in_flight,
+        )
+        metered = MeteredEngine(engine, self._flow, on_ended=self._changed.set, clock=loop.time)
         self._sampler = GroupSampler(
-            engine, self._adapters, prompts, rewards, run, worker_id, self.counters, now=now, clock=loop.time
+            metered, self._adapters, prompts, rewards, run, worker_id, self.counters, now=now, clock=loop.time
         )
         self._partials = Partials(store, run, rng=rng)
         self._uploads = Uploads(store, link, worker_id, rng=rng, on_uploaded=self._uploaded)
@@ -151,42 +166,48 @@ class RolloutWorker:
         self._producers.spawn(self._adapters.keep_current(self._policy))
         await self._adapters.wait_for(0)
         self._state = "running"
-        for _ in range(self._options.max_groups_in_flight):
-            self._producers.spawn(self._slot())
         self._producers.spawn(self._feed())
+        self._producers.spawn(self._begin())
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            self._changed.set()
 
     # ---- the pipeline
 
     async def _feed(self) -> None:
         while True:
-            while (room := self._room()) <= 0:
-                self._changed.clear()
-                await self._changed.wait()
-            for work in await self._source.take(room, self._adapters.newest):
-                self._ready.put_nowait(work)
-
-    def _room(self) -> int:
-        """Groups to lease now: for every free slot, and some ahead."""
-        if len(self._complete) >= MAX_BACKLOG:
-            return 0
-        return self._options.max_groups_in_flight - self._busy + self._ahead - self._ready.qsize()
-
-    async def _slot(self) -> None:
-        while True:
-            work = await self._ready.get()
-            self._busy += 1
-            try:
-                # Outlives this slot: what it draws is collected when the slot has been stopped.
-                await asyncio.wait((self._sampling.spawn(self._sample(work)),))
-            finally:
-                self._busy -= 1
+            await self._until(lambda: self._room() > 0)
+            start = self._clock()
+            if granted := await self._source.take(self._room(), self._adapters.newest):
+                self._flow.leased(self._clock() - start)
+                self._ready.extend(granted)
                 self._changed.set()
 
-    async def _sample(self, work: Work) -> None:
+    def _room(self) -> int:
+        """Groups to lease now."""
+        if len(self._complete) >= MAX_BACKLOG:
+            return 0
+        return self._flow.groups_to_lease(len(self._ready), self._clock())
+
+    async def _begin(self) -> None:
+        while True:
+            await self._until(lambda: self._ready and self._flow.groups_to_begin(self._clock()) > 0)
+            # Outlives this task: what it draws is collected when the producers have been stopped.
+            self._sampling.spawn(self._sample(self._ready.popleft(), self._flow.begin_group(self._clock())))
+
+    async def _until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _sample(self, work: Work, in_flight: GroupInFlight) -> None:
         attempt = f"{self._options.worker_id}-{self._incarnation}-{next(self._attempts)}"
+        group_in_flight.set(in_flight)
         self._changed.set()
         head = self._policy.head
         partial = await self._partials.fetch(work, max(work.policy_version, head.version if head else -1))
+        if partial is not None:
+            in_flight.unsent -= sum(bool(completion.finish_reason) for completion in partial.completions)
         try:
             group = await self._sampler.sample(work, attempt, partial)
         except (PromptTooLong, TaskError) as error:
@@ -195,6 +216,9 @@ class RolloutWorker:
             self._fail(work, str(error), hopeless=False)
         else:
             self._sampled(group)
+        finally:
+            self._flow.end_group(in_flight, self._clock())
+            self._changed.set()
 
     def _sampled(self, group: SampledGroup) -> None:
         if not group.cut:
@@ -246,6 +270,7 @@ class RolloutWorker:
             loaded_version=self._adapters.newest,
             leases=self._source.held_leases(),
             running_requests=counters.running_requests,
+            target_requests=0 if self._state == "starting" else self._flow.target(self._clock()),
             tokens_generated=counters.tokens_generated,
             groups_uploaded=counters.groups_uploaded,
             store_requests=requests_of(self._store).total,
@@ -261,6 +286,8 @@ class RolloutWorker:
             return self._starting
         if self._adapters.problem:
             return self._adapters.problem[:300]
+        if isinstance(self._engine, EnginePool) and self._engine.note:
+            return self._engine.note[:300]
         if self._uploads.waiting > PARALLEL:
             return f"{self._uploads.waiting} groups wait for upload"
         if counters.groups_failed:
@@ -290,6 +317,4 @@ class RolloutWorker:
 
     async def _drain(self) -> None:
         """Until every complete group is in the bucket or has failed."""
-        while self._complete:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._until(lambda: not self._complete)

@@ -35,6 +35,10 @@ class EngineSettings:
     """None: the engine decides."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that the engine may use; without effect on CPU."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    devices: tuple[str, ...] = ()
+    """The GPUs that the engine may see, as CUDA_VISIBLE_DEVICES names them; empty: those of this process."""
 
 
 def engine_settings(

@@ -11,6 +11,7 @@ so none of them waits for a running completion:
 import asyncio
 import contextlib
 import importlib.metadata
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,14 +21,26 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from bucketrl.bucket.errors import IntegrityError, UserError
+from bucketrl.bucket.errors import BucketrlError, IntegrityError, UserError
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engine import (
+    DroppedCompletion,
+    EngineCapacity,
+    EngineDied,
+    SampledCompletion,
+    SamplingRequest,
+)
 from bucketrl.rollout_worker.engines.checks import CLOSED
 from bucketrl.rollout_worker.engines.decoding import DecodingBatch, PendingRequest
+from bucketrl.rollout_worker.engines.placement import visible_gpus
 from bucketrl.rollout_worker.engines.settings import EngineSettings
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_LOADING = threading.Lock()
+"""transformers changes defaults of torch while it loads, which all engines of this process share."""
 
 
 class _Call(Generic[T]):
@@ -57,6 +70,8 @@ class TransformersEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self.stop_token_ids = settings.stop_token_ids
+        self.capacity = EngineCapacity(None, settings.max_requests)
         self.name = f"transformers {importlib.metadata.version('transformers')}"
         self._versions: set[int] = set()
         self._requests: dict[str, PendingRequest] = {}
@@ -65,7 +80,8 @@ class TransformersEngine:
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
         self._waiting: deque[PendingRequest] = deque()
-        self._closing = False
+        self._end: BucketrlError | None = None
+        """What callers get once the engine is closed or dead."""
         # Owned by the engine thread.
         self._model: Any = None
         self._has_adapters = False
@@ -79,10 +95,14 @@ class TransformersEngine:
     def _load(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        devices = self._settings.devices
+        device = f"cuda:{visible_gpus().index(devices[0])}" if devices else "cuda"
+        if not torch.cuda.is_available():
+            device = "cpu"
         dtype = torch.float32 if self._settings.dtype == "float32" else torch.bfloat16
         try:
-            model = AutoModelForCausalLM.from_pretrained(self._settings.model_path, dtype=dtype)
+            with _LOADING:
+                model = AutoModelForCausalLM.from_pretrained(self._settings.model_path, dtype=dtype)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"engine: transformers cannot load the model: {reason[:400]}") from error
@@ -101,8 +121,8 @@ class TransformersEngine:
             raise KeyError(request.policy_version)
         pending = PendingRequest(request)
         with self._wake:
-            if self._closing:
-                raise DroppedCompletion(CLOSED)
+            if self._end is not None:
+                raise self._end
             self._waiting.append(pending)
             self._wake.notify()
         self._requests[request.request_id] = pending
@@ -130,15 +150,15 @@ class TransformersEngine:
 
     async def close(self) -> None:
         with self._wake:
-            self._closing = True
+            self._end = self._end or DroppedCompletion(CLOSED)
             self._wake.notify()
 
     async def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` in the engine thread, between two decode steps."""
         call = _Call(function)
         with self._wake:
-            if self._closing:
-                raise DroppedCompletion(CLOSED)
+            if self._end is not None:
+                raise self._end
             self._calls.append(call)
             self._wake.notify()
         return await asyncio.wrap_future(call.future)
@@ -152,18 +172,20 @@ class TransformersEngine:
                     with self._policy(batch.version):
                         batch.step(self._model)
                 self._batches = [batch for batch in self._batches if batch.rows]
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        self._fail_all(DroppedCompletion(CLOSED))
+        except Exception as error:
+            logger.exception("the engine thread has ended")
+            reason = " ".join(str(error).split())
+            self._end_with(EngineDied(f"transformers: {type(error).__name__}: {reason[:300]}"))
+        else:
+            self._end_with(DroppedCompletion(CLOSED))
         self._model = None
 
     def _admit(self) -> bool:
         """Runs the waiting calls and starts the waiting requests. False when the engine is to close."""
         with self._wake:
-            while not (self._closing or self._calls or self._waiting or self._batches):
+            while not (self._end or self._calls or self._waiting or self._batches):
                 self._wake.wait()
-            if self._closing:
+            if self._end is not None:
                 return False
             calls = list(self._calls)
             self._calls.clear()
@@ -180,9 +202,10 @@ class TransformersEngine:
             self._batches.append(DecodingBatch(batch, self._settings.stop_token_ids, device))
         return True
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _end_with(self, error: BucketrlError) -> None:
+        """Answers everybody who waits."""
         with self._wake:
-            self._closing = True
+            self._end = error
             orphans: list[PendingRequest | _Call[Any]] = [*self._waiting, *self._calls]
             self._waiting.clear()
             self._calls.clear()
@@ -202,15 +225,17 @@ class TransformersEngine:
 
     def _add(self, version: int, folder: Path) -> None:
         from peft import PeftModel
+        from safetensors import SafetensorError
 
         name = _adapter_name(version)
         try:
-            if self._has_adapters:
-                self._model.load_adapter(str(folder), adapter_name=name, is_trainable=False)
-            else:
-                self._model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=name).eval()
-                self._has_adapters = True
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            with _LOADING:
+                if self._has_adapters:
+                    self._model.load_adapter(str(folder), adapter_name=name, is_trainable=False)
+                else:
+                    model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=name)
+                    self._model, self._has_adapters = model.eval(), True
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise IntegrityError(f"PEFT cannot load adapter version {version}: {reason[:400]}") from error
 

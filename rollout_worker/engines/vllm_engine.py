@@ -5,22 +5,31 @@ samples from a wrong distribution at temperature > 0, and the reported logprobs 
 """
 
 import asyncio
+import contextlib
 import gc
 import importlib.metadata
 import itertools
 import logging
 import os
 import tempfile
+from collections.abc import Awaitable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engine import (
+    DroppedCompletion,
+    EngineCapacity,
+    EngineDied,
+    SampledCompletion,
+    SamplingRequest,
+)
 from bucketrl.rollout_worker.engines import parent_watch
 from bucketrl.rollout_worker.engines.checks import CLOSED, checked_completion
 from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
+from bucketrl.rollout_worker.engines.placement import start_seeing
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
 
 logger = logging.getLogger(__name__)
@@ -35,6 +44,11 @@ _ABORT_RETRY_S = 0.02
 """vLLM knows a request only some moments after it was handed over; until then an abort does nothing."""
 _CPU_KV_MIN, _CPU_KV_MAX = 64 << 20, 1 << 30
 """Bounds of the KV cache that is chosen on CPU when nobody names its size, in bytes."""
+_DEATH_CHECK_S = 0.5
+"""Between two looks at whether the engine process still lives while it owes an answer."""
+_DEAD = "vLLM's engine process has ended; what it printed before tells why"
+
+T = TypeVar("T")
 
 
 def _set_environment() -> None:
@@ -61,6 +75,8 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        self.stop_token_ids = settings.stop_token_ids
+        self.capacity = EngineCapacity(None, settings.max_requests)
         self._llm: Any = None
         self._adapters: dict[int, Any] = {}
         self._on_cpu = False
@@ -73,7 +89,8 @@ class VllmEngine:
         # version is added again after it failed its canary.
         self._lora_ids = itertools.count(1)
         self._score_ids = itertools.count()
-        self.name = f"vllm {_installed_version()}"
+        split = (("tp", settings.tensor_parallel), ("pp", settings.pipeline_parallel))
+        self.name = f"vllm {_installed_version()}" + "".join(f" {key}={n}" for key, n in split if n > 1)
 
     async def start(self) -> None:
         await in_thread(self._build)
@@ -90,12 +107,16 @@ class VllmEngine:
         if kv_cache_bytes is None and self._on_cpu:
             kv_cache_bytes = _cpu_kv_cache_bytes(read_json(settings.model_path / "config.json"), settings)
         try:
-            self._llm = AsyncLLM.from_engine_args(
+            self._llm = start_seeing(
+                settings.devices,
+                AsyncLLM.from_engine_args,
                 AsyncEngineArgs(
                     model=str(settings.model_path),
                     skip_tokenizer_init=True,
                     dtype=settings.dtype,
                     seed=settings.seed,
+                    tensor_parallel_size=settings.tensor_parallel,
+                    pipeline_parallel_size=settings.pipeline_parallel,
                     max_model_len=settings.max_model_len,
                     max_num_seqs=settings.max_requests,
                     enable_lora=True,
@@ -121,19 +142,18 @@ class VllmEngine:
                     if self._on_cpu
                     else None,
                     worker_extension_cls=f"{parent_watch.__name__}.{parent_watch.ParentWatch.__name__}",
-                )
+                ),
             )
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UserError(f"engine: vLLM cannot serve this configuration: {reason[:400]}") from error
+        self.capacity = EngineCapacity(_kv_tokens(self._llm.vllm_config.cache_config), settings.max_requests)
 
     async def add_adapter(self, version: int, folder: Path) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         request = self._lora_request(f"v{version}", folder)
         try:
-            await self._llm.add_lora(request)
-        except EngineDeadError:
+            await self._answer(self._llm.add_lora(request))
+        except EngineDied:
             raise
         except Exception as error:
             # The engine process reports every failure of a call as a bare Exception.
@@ -143,7 +163,7 @@ class VllmEngine:
 
     async def remove_adapter(self, version: int) -> None:
         request = self._adapters.pop(version)
-        await self._llm.remove_lora(request.lora_int_id)
+        await self._answer(self._llm.remove_lora(request.lora_int_id))
 
     async def generate(self, request: SamplingRequest) -> SampledCompletion:
         from vllm import SamplingParams
@@ -174,7 +194,8 @@ class VllmEngine:
         # has to be streamed for it while the request runs.
         task = self._running.get(request_id)
         while task is not None and not task.done():
-            await self._llm.abort(request_id)
+            with _death_named():
+                await self._llm.abort(request_id)
             await asyncio.wait((task,), timeout=_ABORT_RETRY_S)
 
     async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
@@ -221,13 +242,26 @@ class VllmEngine:
         task = asyncio.create_task(self._collect(token_ids, params, request_id, adapter))
         self._running[request_id] = task
         try:
-            return await task
+            with _death_named():
+                return await task
         except asyncio.CancelledError:
             if request_id in self._running:
                 raise
             raise DroppedCompletion(CLOSED) from None
         finally:
             self._running.pop(request_id, None)
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """Of the engine process. vLLM lets a call wait for ever whose process ends meanwhile."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((task,), timeout=_DEATH_CHECK_S))[0]:
+                if self._llm is None or self._llm.errored:
+                    raise EngineDied(_DEAD)
+        finally:
+            task.cancel()
+        with _death_named():
+            return task.result()
 
     async def _collect(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
         outputs = self._llm.generate(
@@ -255,6 +289,22 @@ class VllmEngine:
         self._llm = None
         # Its finalizer fails, with a traceback, if it first runs while the interpreter shuts down.
         gc.collect()
+
+
+@contextlib.contextmanager
+def _death_named() -> Iterator[None]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied(_DEAD) from error
+
+
+def _kv_tokens(cache: Any) -> int | None:
+    """Of a started engine. Only newer versions count for models whose layers need different blocks."""
+    counted = getattr(cache, "kv_cache_size_tokens", None)
+    return counted or (cache.num_gpu_blocks or 0) * cache.block_size or None
 
 
 def _logprob(row: Any, token: int) -> float | None:

@@ -121,7 +121,7 @@ def test_a_role_that_keeps_dying_ends_the_run(clock: Clock) -> None:
 def options(folder: Path, **changes: Any) -> LocalOptions:
     values: dict[str, Any] = {
         "bucket": "b", "workers": 2, "engine": "auto", "port": 0, "folder": folder,
-        "groups_in_flight": 8, "kv_cache_mb": None, "keep": None,
+        "groups_in_flight": None, "kv_cache_mb": None, "keep": None,
     }  # fmt: skip
     return LocalOptions(**(values | changes))
 
