@@ -13,6 +13,22 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has kernels (`max_lora_rank`)."""
 
+UNSERVABLE_MODULES = ("lm_head", "embed_tokens")
+"""vLLM is started without adapters on them, and where the two are tied one adapter would change both."""
+
+_UNSERVABLE_LORA = {
+    "use_dora": "vLLM cannot serve DoRA",
+    "bias": "vLLM cannot serve adapters with biases",
+    "lora_bias": "vLLM cannot serve adapters with biases",
+    "modules_to_save": "vLLM cannot serve modules that are trained whole, only low-rank changes to them",
+    "trainable_token_indices": "vLLM cannot serve trained embeddings",
+    "use_rslora": "the scaling is always alpha / rank; for that of rsLoRA multiply alpha by sqrt(rank)",
+    "rank_pattern": "all modules have the same rank",
+    "alpha_pattern": "all modules have the same alpha",
+    "lora_dropout": "the learner must train the very policy that was sampled from",
+}
+"""PEFT's names, known here only to say why they are refused."""
+
 
 class Section(BaseModel):
     """A table of the TOML file."""
@@ -35,9 +51,29 @@ class LoraConfig(Section):
     """The trained adapter. Only what vLLM can serve can be expressed: no DoRA, bias or modules_to_save."""
 
     rank: int = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     """Scaling is alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unservable_settings_are_explained(cls, settings: Any) -> Any:
+        for name in settings if isinstance(settings, dict) else ():
+            if name in _UNSERVABLE_LORA:
+                raise ValueError(f"remove {name}: {_UNSERVABLE_LORA[name]}")
+        return settings
+
+    @model_validator(mode="after")
+    def _targets_are_servable(self) -> Self:
+        if not self.target_modules:
+            raise ValueError('target_modules is empty; name modules, or use "all-linear"')
+        for target in self.target_modules if isinstance(self.target_modules, tuple) else ():
+            if target.rpartition(".")[2] in UNSERVABLE_MODULES:
+                raise ValueError(
+                    f"target_modules: {target} cannot be served: engines take adapters on the linear layers "
+                    "between embeddings and head only"
+                )
+        return self
 
     @model_validator(mode="after")
     def _rank_is_servable(self) -> Self:
@@ -92,6 +128,9 @@ class RolloutConfig(Section):
     """Prompt plus completion, in tokens."""
     lease_seconds: Annotated[float, Field(gt=0)] = 120.0
     """A group not uploaded (or renewed) within this time is leased to another worker."""
+    chunk_tokens: Annotated[int, Field(ge=0)] = 0
+    """0: a completion ends on the policy version that it began with. Else it goes on with the newest version
+    after so many tokens (and after each turn, either way)."""
 
 
 class LearnerConfig(Section):

@@ -7,17 +7,19 @@ trains nothing, however long it runs.
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
-from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.counters import Counters
+from bucketrl.rollout_worker.drawing import CompletionSampler
+from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
 from bucketrl.rollout_worker.group import request_seed
 from bucketrl.rollout_worker.prompts import Prompts, PromptTooLong, TemplatedPrompt, Tokenizer
-from bucketrl.rollout_worker.rewards import RewardFailed
-from bucketrl.tasks.base import FinishReason, Prompt, Reward, Task, TaskError
+from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
+from bucketrl.tasks.base import Reward, Task, TaskError
 from bucketrl.tasks.questions import QuestionTask
 
 CONCURRENT_GROUPS = 8
@@ -30,8 +32,6 @@ TRUNCATED_MOST = 0.5
 ANSWERED_LEAST = 0.1
 Z95 = 1.96
 
-Generate = Callable[[SamplingRequest], Awaitable[SampledCompletion]]
-Score = Callable[[Prompt, str, FinishReason], Awaitable[Reward]]
 Verdict = Literal["signal", "weak", "none"]
 
 
@@ -78,8 +78,8 @@ class TaskProbe:
 
 
 async def probe_task(
-    engine_generate: Generate,
-    score: Score,
+    engine: Engine,
+    rewards: RewardPool,
     tokenizer: Tokenizer,
     task: Task,
     run_config: RunConfig,
@@ -91,38 +91,43 @@ async def probe_task(
 ) -> TaskProbe:
     """Samples `group_size` completions of each of `prompts` random training prompts.
 
-    `engine_generate` serves `policy_version`, an adapter as the run starts with (it changes nothing).
+    `engine` serves `policy_version`, an adapter as the run starts with (it changes nothing).
     Raises TaskError for a broken row, and what the engine raises when it dies.
     """
     size = task.size("train")
     indexes = random.Random(seed).sample(range(size), min(prompts, size))
     templated = Prompts(task, tokenizer, run_config)
     slots = asyncio.Semaphore(CONCURRENT_GROUPS)
+    sampler = CompletionSampler(
+        engine,
+        lambda: nullcontext(policy_version),
+        templated,
+        rewards,
+        Counters(),
+        max_tokens=run_config.sampling.max_tokens,
+        chunk_tokens=0,
+        temperature=run_config.sampling.temperature,
+    )
 
     async def draw(prompt: TemplatedPrompt, sample: int) -> Sample | None:
         name = f"probe-{seed}"
-        request = SamplingRequest(
-            request_id=f"{name}-{prompt.prompt.index}-{sample}",
-            prompt_token_ids=prompt.token_ids,
-            max_tokens=run_config.sampling.max_tokens,
-            temperature=run_config.sampling.temperature,
-            seed=request_seed(seed, GroupId(0, prompt.prompt.index), sample, name),
-            policy_version=policy_version,
-        )
+
+        def seeds(drawn: int) -> int:
+            return request_seed(seed, GroupId(0, prompt.prompt.index), sample, name, drawn)
+
         try:
-            completion = await engine_generate(request)
-            if completion.finish_reason == "abort":
-                return None
-            text = templated.text_of(completion.token_ids)
-            reward = await score(prompt.prompt, text, completion.finish_reason)
+            completion, reward = await sampler.measured(
+                f"{name}-{prompt.prompt.index}-{sample}", prompt, seeds
+            )
         except (DroppedCompletion, RewardFailed):
             return None
+        text = templated.text_of(completion.completion_token_ids)
         return Sample(
             question=prompt.prompt.messages[-1]["content"],
             completion=text,
             answer=task.answer(text) if isinstance(task, QuestionTask) else None,
             reward=reward,
-            tokens=len(completion.token_ids),
+            tokens=sum(completion.loss_mask),
             truncated=completion.finish_reason == "length",
         )
 

@@ -53,7 +53,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from bucketrl.rollout_worker.options import WorkerOptions
 
     options = WorkerOptions(
-        worker_id=new_member_id(), cache_dir=arguments.cache_dir or default_cache(), engine=arguments.engine
+        worker_id=new_member_id(),
+        cache_dir=arguments.cache_dir or default_cache(),
+        engine=arguments.engine,
+        engine_url=arguments.engine_url,
     )
     with bar("evaluating", "problems") as progress:
         results = evaluate_versions(

@@ -35,8 +35,8 @@ async def probe_with_engine(
         await rewards.start()
         await engine.add_adapter(0, adapter)
         return await probe_task(
-            engine.generate,
-            rewards.score,
+            engine,
+            rewards,
             tokenizer,
             task,
             run.config,

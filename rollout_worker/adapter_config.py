@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bucketrl.bucket.config import RunConfig
+from bucketrl.bucket.config import UNSERVABLE_MODULES, RunConfig
 from bucketrl.bucket.errors import IntegrityError
 
 _UNSERVABLE = (
@@ -18,10 +18,14 @@ _UNSERVABLE = (
     "trainable_token_indices",
     "layer_replication",
     "fan_in_fan_out",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "target_parameters",
 )
 """Fields of PEFT's LoraConfig that must be absent, false or empty: engines ignore or refuse the rest."""
-
-_NOT_LINEAR = ("lm_head", "embed_tokens")
 
 
 def check_adapter_config(folder: Path, config: RunConfig) -> None:
@@ -45,6 +49,9 @@ def check_adapter_config(folder: Path, config: RunConfig) -> None:
     for field in _UNSERVABLE:
         if adapter.get(field):
             raise _mismatch(field, adapter[field], "nothing")
+    # PiSSA, OLoRA and the like are to be loaded onto changed base weights.
+    if adapter.get("init_lora_weights", True) is not True:
+        raise _mismatch("init_lora_weights", adapter["init_lora_weights"], True)
     _check_targets(adapter.get("target_modules"), config.lora.target_modules)
 
 
@@ -56,8 +63,8 @@ def _check_targets(found: Any, wanted: str | tuple[str, ...]) -> None:
     elif found != wanted:
         if not isinstance(found, list) or not found:
             raise _mismatch("target_modules", found, wanted)
-        if any(str(target).split(".")[-1] in _NOT_LINEAR for target in found):
-            raise _mismatch("target_modules", found, f"{wanted} without {' or '.join(_NOT_LINEAR)}")
+        if any(str(target).split(".")[-1] in UNSERVABLE_MODULES for target in found):
+            raise _mismatch("target_modules", found, f"{wanted} without {' or '.join(UNSERVABLE_MODULES)}")
 
 
 def _mismatch(field: str, found: Any, want: Any) -> IntegrityError:

@@ -1,4 +1,5 @@
-"""What is taken over of a partial group, and how new tokens are joined to old ones. Pure."""
+"""How a completion begins, what is taken over of another attempt's, and how new tokens are joined to old ones.
+Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,22 @@ def usable(
         and newest_version - min(completion.policy_versions) <= max_staleness
         and len(completion.completion_token_ids) < max_tokens + bool(completion.finish_reason)
     }
+
+
+def fresh(prompt_token_ids: tuple[int, ...], sample: int, seed: int, started_at: str) -> Completion:
+    """A completion before its first token."""
+    return Completion(
+        sample=sample,
+        prompt_token_ids=prompt_token_ids,
+        completion_token_ids=(),
+        behaviour_logprobs=(),
+        policy_versions=(),
+        loss_mask=(),
+        finish_reason="",
+        seed=seed,
+        started_at=started_at,
+        seconds=0.0,
+    )
 
 
 def joined(so_far: Completion, drawn: SampledCompletion, seconds: float) -> Completion:

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,9 @@ from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.engine import DroppedCompletion, Engine, SamplingRequest
+from bucketrl.rollout_worker.counters import Counters
+from bucketrl.rollout_worker.drawing import CompletionSampler
+from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
 from bucketrl.rollout_worker.group import request_seed
 from bucketrl.rollout_worker.loading import load_engine
 from bucketrl.rollout_worker.options import WorkerOptions
@@ -76,35 +79,36 @@ async def evaluate(
     start = time.monotonic()
     done = 0
 
+    sampler = CompletionSampler(
+        engine,
+        lambda: nullcontext(version),
+        prompts,
+        rewards,
+        Counters(),
+        max_tokens=run.config.sampling.max_tokens,
+        chunk_tokens=0,
+        temperature=temperature,
+    )
+
     async def attempt(index: int) -> tuple[float, int, bool] | None:
         """Reward, tokens, whether it was cut off; None if there is no usable completion."""
         nonlocal done
+        name = f"evaluation-{version}"
+
+        def seed(drawn: int) -> int:
+            return request_seed(run.config.seed, keys.GroupId(0, index), 0, name, drawn)
+
         async with slots:
             try:
                 prompt = prompts.get("heldout", index)
-                completion = await engine.generate(
-                    SamplingRequest(
-                        request_id=f"evaluation-{version}-{index}",
-                        prompt_token_ids=prompt.token_ids,
-                        max_tokens=run.config.sampling.max_tokens,
-                        temperature=temperature,
-                        seed=request_seed(
-                            run.config.seed, keys.GroupId(0, index), 0, f"evaluation-{version}"
-                        ),
-                        policy_version=version,
-                    )
-                )
-                if completion.finish_reason == "abort":
-                    raise DroppedCompletion("finish reason abort")
-                text = prompts.text_of(completion.token_ids)
-                reward = await rewards.score(prompt.prompt, text, completion.finish_reason)
+                completion, reward = await sampler.measured(f"{name}-{index}", prompt, seed)
             except (PromptTooLong, DroppedCompletion, RewardFailed) as error:
                 logger.warning("held-out problem %d counts as 0: %s", index, error)
                 return None
             finally:
                 done += 1
                 progress(done, problems)
-        return reward.total, len(completion.token_ids), completion.finish_reason == "length"
+        return reward.total, sum(completion.loss_mask), completion.finish_reason == "length"
 
     outcomes = await asyncio.gather(*map(attempt, range(problems)))
     usable = [outcome for outcome in outcomes if outcome is not None]

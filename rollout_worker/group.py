@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from bucketrl.bucket.completions import Completion
 from bucketrl.bucket.errors import BucketrlError
@@ -20,9 +20,11 @@ from bucketrl.bucket.partials import PartialGroup
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
 from bucketrl.rollout_worker.adapters import Adapters
-from bucketrl.rollout_worker.continuation import joined, usable
+from bucketrl.rollout_worker.continuation import fresh, usable
 from bucketrl.rollout_worker.counters import Counters
-from bucketrl.rollout_worker.engine import DroppedCompletion, Engine, SamplingRequest
+from bucketrl.rollout_worker.drawing import CompletionSampler
+from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
+from bucketrl.rollout_worker.episode import Episode
 from bucketrl.rollout_worker.prompts import Prompts, TemplatedPrompt
 from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
 from bucketrl.rollout_worker.work import Work
@@ -73,15 +75,21 @@ class GroupSampler:
         self._engine = engine
         self._adapters = adapters
         self._prompts = prompts
-        self._rewards = rewards
         self._run = run
         self._worker_id = worker_id
         self._counters = counters
         self._now = now
-        self._clock = clock
-        self._running: set[str] = set()
-        """Ids of the engine's requests."""
-        self._cutting = asyncio.Event()
+        self._completions = CompletionSampler(
+            engine,
+            adapters.use,
+            prompts,
+            rewards,
+            counters,
+            max_tokens=run.config.sampling.max_tokens,
+            chunk_tokens=run.config.rollout.chunk_tokens,
+            temperature=run.config.sampling.temperature,
+            clock=clock,
+        )
 
     async def sample(self, work: Work, attempt: str, partial: PartialGroup | None = None) -> SampledGroup:
         """Draws all completions of the group, going on with those of `partial`.
@@ -95,9 +103,7 @@ class GroupSampler:
         begun = self._begun(prompt, partial)
         drawn = await asyncio.gather(
             *(
-                self._draw(
-                    work, attempt, prompt, begun.get(sample) or self._fresh(work, attempt, prompt, sample)
-                )
+                self._draw(work, attempt, prompt, sample, begun.get(sample))
                 for sample in range(self._run.config.sampling.group_size)
             )
         )
@@ -112,11 +118,7 @@ class GroupSampler:
 
     async def cut(self) -> None:
         """Ends all requests where they are: every running `sample` returns soon, and none begins to draw."""
-        self._cutting.set()
-        aborts = [self._engine.abort(request_id) for request_id in self._running]
-        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                logger.warning("a request could not be aborted: %s", outcome)
+        await self._completions.cut()
 
     async def finish(self, group: SampledGroup) -> TrajectoryGroup | None:
         """Waits for the rewards. None if too few completions survived."""
@@ -145,7 +147,7 @@ class GroupSampler:
         """Until `version` or a newer one is served, or everything is cut. Raises VersionNotServed."""
         waits: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._adapters.wait_for(version)),
-            asyncio.ensure_future(self._cutting.wait()),
+            asyncio.ensure_future(self._completions.cut_begins()),
         ]
         try:
             done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -174,70 +176,29 @@ class GroupSampler:
         )  # fmt: skip
         return begun
 
-    def _fresh(self, work: Work, attempt: str, prompt: TemplatedPrompt, sample: int) -> Completion:
-        """Before its first token."""
-        return Completion(
-            sample=sample,
-            prompt_token_ids=prompt.token_ids,
-            completion_token_ids=(),
-            behaviour_logprobs=(),
-            policy_versions=(),
-            loss_mask=(),
-            finish_reason="",
-            seed=request_seed(self._run.config.seed, work.group_id, sample, attempt),
-            started_at=self._now().isoformat(),
-            seconds=0.0,
-        )
-
     async def _draw(
-        self, work: Work, attempt: str, prompt: TemplatedPrompt, so_far: Completion
+        self, work: Work, attempt: str, prompt: TemplatedPrompt, sample: int, begun: Completion | None
     ) -> tuple[Completion, "asyncio.Task[Trajectory | None] | None"] | None:
-        """The completion to its end, or to where it is cut, and its score if it has ended. None if the engine
-        dropped it."""
-        if not (so_far.finish_reason or self._cutting.is_set()):
-            try:
-                so_far = await self._continue(work, attempt, so_far)
-            except DroppedCompletion as error:
-                self._counters.drop(str(error))
-                return None
-        if not so_far.finish_reason:
-            return so_far, None
-        return so_far, asyncio.create_task(self._score(prompt, so_far))
+        """The completion to its end, or to where it is cut, and its score if it has ended. None if it cannot
+        be used."""
 
-    async def _continue(self, work: Work, attempt: str, so_far: Completion) -> Completion:
-        """One request to the engine."""
-        sampling = self._run.config.sampling
-        request_id = f"{work.group_id}-{attempt}-{so_far.sample}"
-        start = self._clock()
-        self._running.add(request_id)
-        self._counters.running_requests += 1
-        try:
-            # The version is chosen here, where the request is sent, and stays with it to the end.
-            with self._adapters.use() as version:
-                drawn = await self._engine.generate(
-                    SamplingRequest(
-                        request_id=request_id,
-                        prompt_token_ids=so_far.prompt_token_ids,
-                        max_tokens=sampling.max_tokens - len(so_far.completion_token_ids),
-                        temperature=sampling.temperature,
-                        # Not the seed of the first request again: it would repeat that one's random numbers.
-                        seed=request_seed(self._run.config.seed, work.group_id, so_far.sample, attempt),
-                        policy_version=version,
-                        prior=so_far.completion_token_ids,
-                    )
-                )
-        finally:
-            self._running.discard(request_id)
-            self._counters.running_requests -= 1
-        self._counters.tokens_generated += len(drawn.token_ids)
-        self._counters.completions += drawn.finish_reason != "abort"
-        return joined(so_far, drawn, self._clock() - start)
+        def seed(drawn: int) -> int:
+            return request_seed(self._run.config.seed, work.group_id, sample, attempt, drawn)
 
-    async def _score(self, prompt: TemplatedPrompt, completion: Completion) -> Trajectory | None:
-        text = self._prompts.text_of(completion.completion_token_ids)
-        reason: Literal["stop", "length"] = "stop" if completion.finish_reason == "stop" else "length"
+        name = f"{work.group_id}-{attempt}-{sample}"
+        so_far = begun or fresh(prompt.token_ids, sample, seed(0), self._now().isoformat())
         try:
-            reward = await self._rewards.score(prompt.prompt, text, reason)
+            completion, episode = await self._completions.draw(name, prompt, so_far, seed)
+        except (DroppedCompletion, RewardFailed) as error:
+            self._counters.drop(str(error))
+            return None
+        if not completion.finish_reason:
+            return completion, None
+        return completion, asyncio.create_task(self._score(episode, completion))
+
+    async def _score(self, episode: Episode, completion: Completion) -> Trajectory | None:
+        try:
+            reward = await episode.reward(completion)
         except RewardFailed as error:
             self._counters.drop(str(error))
             return None
@@ -245,11 +206,12 @@ class GroupSampler:
             **{field.name: getattr(completion, field.name) for field in fields(Completion)},
             reward=float(reward.total),
             reward_parts={name: float(value) for name, value in reward.parts.items()},
-            completion_text=text,
+            completion_text=self._prompts.text_of(completion.completion_token_ids),
         )
 
 
-def request_seed(run_seed: int, group_id: GroupId, sample: int, attempt: str) -> int:
-    """Same arguments, same seed, on every machine; in [0, 2**63)."""
-    text = f"{run_seed}/{group_id}/{sample}/{attempt}"
+def request_seed(run_seed: int, group_id: GroupId, sample: int, attempt: str, drawn: int = 0) -> int:
+    """Of the request that begins after `drawn` tokens. Same arguments, same seed, on every machine; in
+    [0, 2**63). Another one for each request, which else would repeat the random numbers of the one before."""
+    text = f"{run_seed}/{group_id}/{sample}/{attempt}" + (f"/{drawn}" if drawn else "")
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

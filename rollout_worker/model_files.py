@@ -4,12 +4,11 @@ import json
 import struct
 from pathlib import Path
 
+from bucketrl.bucket.config import UNSERVABLE_MODULES
 from bucketrl.bucket.errors import UserError
 
 MAX_HEADER = 100 << 20
 """The format's own limit, in bytes."""
-NOT_SERVABLE = {"lm_head", "embed_tokens"}
-"""Matrices too, but vLLM serves no adapter on them here, and tied weights would change twice."""
 
 
 def linear_modules(model_folder: Path) -> set[str]:
@@ -20,7 +19,7 @@ def linear_modules(model_folder: Path) -> set[str]:
             parts = name.split(".")
             if len(parts) > 1 and parts[-1] == "weight" and len(shape) == 2:
                 names.add(parts[-2])
-    return names - NOT_SERVABLE
+    return names - set(UNSERVABLE_MODULES)
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

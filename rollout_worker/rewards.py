@@ -1,7 +1,7 @@
-"""Rewards in processes of their own: one that raises, hangs or dies costs its completion only.
+"""Rewards and environments in processes of their own: what raises, hangs or dies costs its completion only.
 
-Each process scores one completion at a time in its main thread (verifiers use signal.alarm). After a
-time-out it is killed and another one started; the others go on.
+Each process does one thing at a time, in its main thread (verifiers use signal.alarm). After a time-out it is
+killed and another one started; the others go on.
 """
 
 import asyncio
@@ -11,23 +11,37 @@ import multiprocessing
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import Any, Literal
 
 from bucketrl.bucket.errors import BucketrlError, UserError
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.tasks.base import FinishReason, Prompt, Reward, Task
+from bucketrl.tasks.base import FinishReason, Message, Prompt, Reward, Task
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """A process imports the task's libraries before it is ready."""
 
-Job = tuple[Prompt, str, FinishReason]
+Job = tuple[Literal["score", "respond", "score_episode"], tuple[Any, ...]]
+"""A method of the task, and what to call it with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a reward process answers in place of a result."""
+
+    reason: str
+
+
+_WHAT = {"score": "reward", "score_episode": "reward", "respond": "environment"}
 
 
 class RewardFailed(BucketrlError):
-    """A completion without a reward. The message is the reason; the worker counts it and goes on."""
+    """A completion without a reward, or a turn without an answer. The message is the reason; the worker counts
+    it and goes on."""
 
 
 class RewardPool:
@@ -51,9 +65,25 @@ class RewardPool:
 
     async def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
         """Raises RewardFailed if there is no finite reward in time."""
+        reward: Reward = await self._ask(("score", (prompt, completion, finish_reason)))
+        return reward
+
+    async def score_episode(
+        self, prompt: Prompt, said: tuple[Message, ...], finish_reason: FinishReason
+    ) -> Reward:
+        """As `score`, for a task of several turns (`tasks.base.Environment`)."""
+        reward: Reward = await self._ask(("score_episode", (prompt, said, finish_reason)))
+        return reward
+
+    async def respond(self, prompt: Prompt, said: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The environment's answer. Raises RewardFailed if there is none in time."""
+        answer: tuple[Message, ...] = await self._ask(("respond", (prompt, said)))
+        return answer
+
+    async def _ask(self, job: Job) -> Any:
         process = await self._idle.get()
         try:
-            outcome = await in_thread(process.ask, (prompt, completion, finish_reason))
+            outcome = await in_thread(process.ask, job)
         except TimeoutError as error:
             process.kill()
             raise RewardFailed(str(error)) from None
@@ -66,10 +96,8 @@ class RewardPool:
             raise
         finally:
             self._idle.put_nowait(process)
-        if isinstance(outcome, str):
-            raise RewardFailed(outcome)
-        if not all(map(math.isfinite, (outcome.total, *outcome.parts.values()))):
-            raise RewardFailed("reward is not finite")
+        if isinstance(outcome, _Failure):
+            raise RewardFailed(outcome.reason)
         return outcome
 
     async def close(self) -> None:
@@ -101,14 +129,14 @@ class _RewardProcess:
         ours.recv()
         return ours
 
-    def ask(self, job: Job) -> Reward | str:
-        """The reward, or why there is none. Blocks. After TimeoutError, EOFError or OSError: `kill` it."""
+    def ask(self, job: Job) -> Any:
+        """What the task's method returns, or a _Failure. Blocks. After TimeoutError, EOFError or OSError:
+        `kill` it."""
         connection = self.start()
         connection.send(job)
         if not connection.poll(self._timeout_s):
-            raise TimeoutError(f"reward took more than {self._timeout_s:g} s")
-        outcome: Reward | str = connection.recv()
-        return outcome
+            raise TimeoutError(f"{_WHAT[job[0]]} took more than {self._timeout_s:g} s")
+        return connection.recv()
 
     def kill(self) -> None:
         process, connection = self._process, self._connection
@@ -131,16 +159,28 @@ def _serve(connection: Connection, task: Task) -> None:
     connection.send("ready")
     while True:
         try:
-            prompt, completion, finish_reason = connection.recv()
+            method, arguments = connection.recv()
         except EOFError:
             return
         try:
-            outcome: Reward | str = task.score(prompt, completion, finish_reason)
-            if not isinstance(outcome, Reward):
-                outcome = f"reward is a {type(outcome).__name__}, not a Reward"
+            outcome = _checked(getattr(task, method)(*arguments), method)
         except Exception as error:  # noqa: BLE001 - a task may raise anything: it costs this completion
-            outcome = f"reward raised {type(error).__name__}: {str(error)[:200]}"
+            outcome = _Failure(f"{_WHAT[method]} raised {type(error).__name__}: {str(error)[:200]}")
         connection.send(outcome)
+
+
+def _checked(outcome: Any, method: str) -> Any:
+    """`outcome`, or a _Failure if it is not what `method` has to return."""
+    if method == "respond":
+        fits = isinstance(outcome, tuple) and all(isinstance(m, dict) and "role" in m for m in outcome)
+        return (
+            outcome if fits else _Failure("environment answers with something else than a tuple of messages")
+        )
+    if not isinstance(outcome, Reward):
+        return _Failure(f"reward is a {type(outcome).__name__}, not a Reward")
+    if not all(map(math.isfinite, (outcome.total, *outcome.parts.values()))):
+        return _Failure("reward is not finite")
+    return outcome
 
 
 def _end_with_parent() -> None:

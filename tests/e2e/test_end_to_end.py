@@ -5,6 +5,7 @@ import random
 import tomllib
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from tests.e2e.roles import Fleet, cli, fleet
 from tests.support.s3 import S3Server
@@ -12,20 +13,24 @@ from tests.support.s3 import S3Server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.toml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def shortened(name: str, folder: Path) -> Path:
+    """An example's configuration, cut to a few small steps."""
+    text = (EXAMPLES / name).read_text()
+    settings = tomllib.loads(text)["algorithm"]
+    text = text.replace(f"steps = {settings['steps']}", f"steps = {STEPS}", 1)
+    text = text.replace(f"groups_per_step = {settings['groups_per_step']}", "groups_per_step = 4", 1)
+    path = folder / "short.toml"
+    path.write_text(text)
+    assert tomllib.loads(text)["algorithm"]["steps"] == STEPS
+    return path
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """The quick demo's configuration, cut to a few small steps."""
-    text = EXAMPLE.read_text()
-    settings = tomllib.loads(text)["algorithm"]
-    text = text.replace(f"steps = {settings['steps']}", f"steps = {STEPS}", 1)
-    text = text.replace(f"groups_per_step = {settings['groups_per_step']}", "groups_per_step = 4", 1)
-    path = tmp_path / "short.toml"
-    path.write_text(text)
-    assert tomllib.loads(text)["algorithm"]["steps"] == STEPS
-    return path
+    return shortened("tiny.toml", tmp_path)
 
 
 def create(config: Path, bucket_url: str, env: dict[str, str] | None = None) -> None:
@@ -47,11 +52,13 @@ def assert_clean(bucket_url: str, env: dict[str, str] | None = None) -> None:
     assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
-def test_three_roles_by_hand_reach_the_last_step(config: Path, tmp_path: Path) -> None:
-    """Proxy, worker and learner share two URLs; workers and learner exit by themselves; status is JSON."""
+def test_three_roles_by_hand_reach_the_last_step(tmp_path: Path) -> None:
+    """Proxy, worker and learner share two URLs; workers and learner exit by themselves; status is JSON. The task
+    is an environment of two turns, and completions take up newer versions under way."""
     bucket_url = str(tmp_path / "bucket")
-    create(config, bucket_url)
-    with fleet(bucket_url, tmp_path) as run:
+    env = {"PYTHONPATH": str(EXAMPLES)}
+    create(shortened("second_try.toml", tmp_path), bucket_url, env)
+    with fleet(bucket_url, tmp_path, env=env) as run:
         run_to_the_end(run)
         run.wait_for(lambda: run.step() == STEPS, seconds=10, what="the proxy's view of the last step")
         status = run.status()
@@ -60,6 +67,17 @@ def test_three_roles_by_hand_reach_the_last_step(config: Path, tmp_path: Path) -
         assert status["version"] == STEPS
         assert 0.0 <= float(str(status["reward"])) <= 1.0
     assert_clean(bucket_url)
+    rows = [
+        row
+        for path in sorted((tmp_path / "bucket" / "trajectories").rglob("*.parquet"))
+        for row in pq.ParquetFile(path).read().to_pylist()
+    ]
+    second = [row for row in rows if not all(row["loss_mask"])]
+    assert second, "nobody was asked twice"
+    assert all(row["loss_mask"][0] and row["loss_mask"][-1] for row in second)
+    for row in second:
+        pairs = zip(row["behaviour_logprobs"], row["loss_mask"], strict=True)
+        assert {logprob for logprob, sampled in pairs if not sampled} == {0.0}
 
 
 def test_two_workers_over_s3(config: Path, tmp_path: Path, s3_server: S3Server) -> None:

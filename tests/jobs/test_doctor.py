@@ -1,5 +1,6 @@
 """The doctor tells a task that teaches from one that cannot, and says what is wrong."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ CONFIG = RunConfig.model_validate(
 class CharacterTokenizer:
     """One token for each character; the chat template is the last message."""
 
+    eos_token: str | None = "="
     eos_token_id: int | None = 0
+    chat_template: str | None = "content="
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
         return conversation[-1]["content"] + "="
@@ -63,14 +66,18 @@ class Model:
         return sampled(str(total if right else total + 1))
 
 
-async def probe(generate: Any, task: Any = None, *, prompts: int = 40, seed: int = 0) -> Any:
+async def probe(
+    generate: Any, task: Any = None, *, score: Any = None, prompts: int = 40, seed: int = 0
+) -> Any:
     task = task or load_task(TASK)
 
-    async def score(prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
+    async def by_task(prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
         return task.score(prompt, completion, finish_reason)
 
+    engine: Any = SimpleNamespace(generate=generate, stop_token_ids=(0,))
+    rewards: Any = SimpleNamespace(score=score or by_task)
     return await probe_task(
-        generate, score, CharacterTokenizer(), task, CONFIG, prompts=prompts, group_size=8, seed=seed
+        engine, rewards, CharacterTokenizer(), task, CONFIG, prompts=prompts, group_size=8, seed=seed
     )
 
 
@@ -140,9 +147,7 @@ async def test_dropped_completions_are_counted_and_not_scored() -> None:
     found = await probe(generate, task, prompts=10)
     assert (found.completions, found.dropped) == (70, 10)
     with pytest.raises(TaskError, match="no completion could be scored"):
-        await probe_task(
-            generate, score, CharacterTokenizer(), task, CONFIG, prompts=10, group_size=8, seed=0
-        )
+        await probe(generate, task, score=score, prompts=10)
 
 
 async def test_prompts_that_are_too_long_are_counted() -> None:

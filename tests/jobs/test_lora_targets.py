@@ -22,9 +22,9 @@ def test_targets_that_exist_pass(tmp_path: Path) -> None:
     check_lora_targets(LoraConfig(), folder)
 
 
-@pytest.mark.parametrize("target", ["w_proj", "lm_head", "embed_tokens", "norm", "Q_PROJ"])
+@pytest.mark.parametrize("target", ["w_proj", "norm", "Q_PROJ"])
 def test_a_target_that_the_model_lacks_is_named_with_those_it_has(tmp_path: Path, target: str) -> None:
-    """The output head and the embeddings are no targets either: no engine serves an adapter there."""
+    """The output head and the embeddings are refused before: test_engine_faults.py."""
     with pytest.raises(UserError) as caught:
         check_lora_targets(LoraConfig(target_modules=("q_proj", target)), save_model_files(tmp_path))
     assert f"no linear layer {target!r}" in str(caught.value)
