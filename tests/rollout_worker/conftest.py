@@ -5,12 +5,14 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 
 from bucketrl.bucket.records import RunRecord
 from bucketrl.rollout_worker import adapters, heartbeat, link, policy, uploads, work
+from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.worker import EndReason, RolloutWorker
 
@@ -24,6 +26,9 @@ from .fakes import (
     FlakyStore,
     make_run,
 )
+
+if TYPE_CHECKING:  # torch is not needed for a worker on fakes
+    from .learned import Learned
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +109,19 @@ def world(make_world: Callable[..., World]) -> World:
     world = make_world()
     world.learner.commit()
     return world
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> "Learned":
+    """Three versions of the learner's, of the tiny model."""
+    from .learned import learn
+
+    return learn(tmp_path_factory.mktemp("published"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def learned(engine: Engine, published: "Learned") -> "Learned":
+    """The same, served by the module's engine from now on."""
+    for version, folder in published.adapters.items():
+        await engine.add_adapter(version, folder)
+    return published

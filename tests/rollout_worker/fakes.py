@@ -40,7 +40,12 @@ from bucketrl.bucket.records import (
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores.memory import MemoryStore
 from bucketrl.bucket.trajectories import TrajectoryGroup, decode
-from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
+from bucketrl.rollout_worker.engine import (
+    DroppedCompletion,
+    EngineCapacity,
+    SampledCompletion,
+    SamplingRequest,
+)
 from bucketrl.tasks.base import FinishReason, Prompt, Reward, Split
 
 PROMPTS = 1000
@@ -258,6 +263,8 @@ class FakeEngine:
     """Draws tokens from the request's seed. `score` returns what the adapter's files say."""
 
     name = "fake 1"
+    stop_token_ids: tuple[int, ...] = (0,)
+    capacity = EngineCapacity(kv_tokens=None, max_requests=1024)
 
     def __init__(self) -> None:
         self.folders: dict[int, Path] = {}
@@ -376,6 +383,7 @@ class FakeRewards:
 class FakeTokenizer:
     """One token per character. The template marks the turns."""
 
+    eos_token: str | None = ">"
     eos_token_id: int | None = 0
     chat_template: str | None = "<content>"
 

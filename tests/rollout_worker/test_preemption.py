@@ -243,7 +243,7 @@ async def drawn_in_parts(cuts: list[tuple[int, ...]]) -> TrajectoryGroup:
 cut_points = st.tuples(*[st.integers(0, MAX_TOKENS)] * GROUP_SIZE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(cut_points, min_size=2, max_size=2))
 def test_wherever_it_is_cut_twice_the_completion_is_the_same_and_stamped_right(
     cuts: list[tuple[int, ...]],

@@ -4,15 +4,20 @@ import os
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import pytest_asyncio
 
+from bucketrl.bucket.config import VLLM_LORA_RANKS
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines import create_engine
 
-from .engine_contract import EngineContract, Setting, close_under_way, make_setting, make_settings
+from .engine_contract import EngineContract, Setting, close_under_way, make_setting, make_settings, request
+from .learned import Learned
+from .test_engine_faults import AdapterFaults, changed, check_served
+from .test_exactness import PROMPT, Exactness
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,3 +68,55 @@ class TestVllmEngine(EngineContract):
         with pytest.raises(KeyError):
             await engine.score((1, 2, 3), 8)
         assert len(await engine.score((1, 2, 3), 1)) == 2
+
+
+class TestVllmExactness(Exactness):
+    async def test_a_prefix_is_taken_from_its_own_version_only(
+        self, engine: Engine, learned: Learned, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first request of a version computes all of the prompt, the second takes blocks over; and what
+        both sample is the learner's. A version that is added again shares nothing with what had its number."""
+        cached = []
+        collect = engine._collect  # type: ignore[attr-defined]
+
+        async def watched(*arguments: Any) -> Any:
+            output = await collect(*arguments)
+            cached.append(output.num_cached_tokens)
+            return output
+
+        monkeypatch.setattr(engine, "_collect", watched)
+        prompt = PROMPT[::-1]
+        for source in (11, 12):
+            await engine.add_adapter(30, learned.adapters[source])
+            for seed in (1, 2):
+                drawn = await engine.generate(request(30, seed=seed, prompt=prompt))
+                scores = learned.policies[1.0][source].score(prompt + drawn.token_ids)[len(prompt) - 1 :]
+                assert drawn.logprobs == pytest.approx(scores, abs=1e-3)
+            await engine.remove_adapter(30)
+        assert cached[0] == cached[2] == 0
+        assert cached[1] == cached[3] >= 128
+
+
+class TestVllmFaults(AdapterFaults):
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"r": 16}, "rank 16 is greater than max_lora_rank 8"),
+            ({"use_dora": True}, "DoRA"),
+            ({"bias": "all"}, "bias"),
+            ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ],
+    )
+    async def test_settings_that_it_cannot_serve_are_refused_by_name(
+        self, engine: Engine, learned: Learned, tmp_path: Path, settings: dict[str, Any], reason: str
+    ) -> None:
+        """The worker's own check comes first; this is why it is right."""
+        folder = changed(learned.adapters[11], tmp_path / "changed", **settings)
+        with pytest.raises(IntegrityError, match=reason):
+            await engine.add_adapter(22, folder)
+        await check_served(engine, learned, 11, 11)
+
+    def test_the_ranks_of_the_configuration_are_vllms(self) -> None:
+        from vllm.config.lora import MaxLoRARanks
+
+        assert get_args(MaxLoRARanks) == VLLM_LORA_RANKS

@@ -9,7 +9,8 @@ import pytest
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker import worker as worker_module
-from bucketrl.rollout_worker.engine import SamplingRequest
+from bucketrl.rollout_worker.engine import EngineCapacity, SamplingRequest
+from bucketrl.rollout_worker.flow import LEASE_BATCH
 from bucketrl.rollout_worker.group import request_seed
 
 from .conftest import World
@@ -203,6 +204,58 @@ async def test_leasing_stops_while_too_many_uploads_wait(
         await until(lambda: len(world.proxy.completed) > leased)
 
 
+async def test_one_long_completion_keeps_one_place_of_the_engine_only(world: World) -> None:
+    """Sample 0 of each group never ends: with 6 places, groups of 3 begin until 4 wait for their last one."""
+    most = 0
+
+    async def hang_for_sample_0(request: SamplingRequest) -> None:
+        nonlocal most
+        most = max(most, len(world.engine.running))
+        if request.request_id.endswith("-0"):
+            await asyncio.Event().wait()
+
+    world.engine.before_draw = hang_for_sample_0
+    world.engine.capacity = EngineCapacity(kv_tokens=None, max_requests=6)
+    async with world.working(max_groups_in_flight=None):
+        await until(lambda: len(world.engine.requests) == 12 and len(world.engine.running) == 4)
+        await asyncio.sleep(0.2)
+        assert (len(world.engine.requests), most) == (12, 6)
+        state = world.proxy.heartbeats[-1].state
+        assert state.role == "rollout"
+        assert (state.running_requests, state.target_requests) == (4, 6)
+    assert set(world.proxy.released) == set(world.proxy.leased)
+    partial = {info.key.split("/")[1] for info in world.store.list(keys.PARTIAL_PREFIX)}
+    assert partial == {str(keys.GroupId(0, n)) for n in range(4)}
+
+
+async def test_no_more_groups_begin_than_the_kv_cache_has_room_for(world: World) -> None:
+    """A group has a prompt of 9 tokens and 3 completions of up to 8: room for 2, as long as nobody has seen that
+    completions are shorter."""
+    gate = asyncio.Event()
+
+    async def wait_for_gate(request: SamplingRequest) -> None:
+        await gate.wait()
+
+    world.engine.before_draw = wait_for_gate
+    world.engine.tokens = lambda request: (1,)
+    world.engine.capacity = EngineCapacity(kv_tokens=75, max_requests=100)
+    async with world.working(max_groups_in_flight=None):
+        await until(lambda: len(world.engine.running) == 6)
+        await asyncio.sleep(0.2)
+        assert len(world.engine.requests) == 6
+        assert world.proxy.heartbeats[-1].state.target_requests == 6
+        gate.set()
+        await until(lambda: world.proxy.heartbeats[-1].state.target_requests > 12)
+
+
+async def test_a_worker_asks_for_few_groups_at_a_time(world: World) -> None:
+    """Others are to get some as well."""
+    world.proxy.limit = 100
+    async with world.working(max_groups_in_flight=None):
+        await until(lambda: len(world.proxy.completed) == 100)
+    assert max(request.max_groups for request in world.proxy.requests) == LEASE_BATCH
+
+
 async def test_without_the_proxy_the_worker_finds_work_and_policies_by_itself(world: World) -> None:
     """And goes back to leases when it answers. No group is uploaded twice by one worker."""
     async with world.working():
@@ -335,7 +388,7 @@ async def test_heartbeats_report_what_is_held_and_done(world: World) -> None:
     world.engine.before_draw = wait_for_gate
     async with world.working():
         await until(lambda: len(world.engine.running) == 12)
-        await until(lambda: len(world.proxy.heartbeats[-1].state.leases) == 4 + 2)
+        await until(lambda: len(world.proxy.heartbeats[-1].state.leases) == 4 + 1)
         state = world.proxy.heartbeats[-1].state
         assert {lease.lease_id for lease in state.leases} == set(world.proxy.leased)
         assert (state.running_requests, state.loaded_version, state.state) == (12, 0, "running")

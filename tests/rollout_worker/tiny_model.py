@@ -39,8 +39,9 @@ def save_model(folder: Path) -> Path:
     model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = [EOS, END_OF_TURN]
     model.generation_config.do_sample = True
-    model.generation_config.top_k = 2
-    model.generation_config.temperature = 0.01
+    model.generation_config.top_k = 1
+    model.generation_config.temperature = 0.1
+    model.generation_config.repetition_penalty = 2.0
     model.save_pretrained(folder)
     return folder
 
