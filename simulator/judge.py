@@ -138,13 +138,14 @@ def _wrong_token(trajectory: Trajectory, adapters: dict[int, str]) -> str | None
         trajectory.completion_token_ids,
         trajectory.behaviour_logprobs,
         trajectory.policy_versions,
+        trajectory.loss_mask,
         strict=True,
     )
-    for index, (token, logprob, version) in enumerate(rows):
+    for index, (token, logprob, version, sampled) in enumerate(rows):
         weights = adapters.get(version)
         if weights is None:
             return f"token {index} carries version {version}, which was not committed"
-        if model.logprob(weights, context, token) != logprob:
+        if (model.logprob(weights, context, token) if sampled else 0.0) != logprob:
             return f"token {index} carries version {version} but was sampled by something else"
         context.append(token)
     return None

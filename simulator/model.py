@@ -4,7 +4,6 @@ Each token and its log-probability follow from the weights, the context and a se
 trajectory alone which weights really sampled a token, and from an adapter which batches really made it.
 """
 
-import asyncio
 import hashlib
 import json
 import tempfile
@@ -14,22 +13,17 @@ from typing import Any
 
 from bucketrl.bucket import artifacts, keys
 from bucketrl.bucket.config import RunConfig
-from bucketrl.bucket.errors import IntegrityError
 from bucketrl.bucket.records import Canary, CheckpointRef, ModelIdentity, PolicyRef, RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner.parts import Published, Stopped
-from bucketrl.rollout_worker.engine import SampledCompletion, SamplingRequest
 from bucketrl.simulator.scenario import Scenario
-from bucketrl.tasks.base import FinishReason, Prompt, Reward, Split
 
 CANARY_TOKENS = tuple(range(6))
 UNTRAINED = "untrained"
 BASE = "base"
-TOKEN_S = 0.25
 VOCAB = 40
 MAX_TOKENS = 6
-_STOP = 0
 
 
 def hashed(*parts: object) -> str:
@@ -73,7 +67,7 @@ def run_record(scenario: Scenario) -> RunRecord:
             "groups_per_step": scenario.groups_per_step,
             "max_staleness": scenario.max_staleness,
         },
-        "rollout": {"max_model_len": 64, "lease_seconds": 12.0},
+        "rollout": {"max_model_len": 64, "lease_seconds": 12.0, "chunk_tokens": scenario.chunk_tokens},
     }
     return RunRecord(
         run_id=f"simulated-{scenario.seed}",
@@ -164,118 +158,3 @@ def _adapter_config(run: RunRecord) -> dict[str, Any]:
         "bias": "none",
         "target_modules": ["q_proj"],
     }
-
-
-class Engine:
-    """Implements `rollout_worker.engine.Engine`."""
-
-    name = "simulated"
-
-    def __init__(self) -> None:
-        self._weights: dict[int, str] = {}
-        self._cut: set[str] = set()
-        self._running: set[str] = set()
-
-    async def start(self) -> None:
-        await asyncio.sleep(1.0)
-
-    async def add_adapter(self, version: int, folder: Path) -> None:
-        try:
-            self._weights[version] = (folder / "adapter_model.safetensors").read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"adapter cannot be read: {error}") from None
-        await asyncio.sleep(0.1)
-
-    async def remove_adapter(self, version: int) -> None:
-        del self._weights[version]
-
-    async def generate(self, request: SamplingRequest) -> SampledCompletion:
-        weights = self._weights[request.policy_version]
-        context = [*request.prompt_token_ids, *request.prior]
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        finish: str = "length"
-        self._running.add(request.request_id)
-        try:
-            while len(tokens) < request.max_tokens:
-                await asyncio.sleep(TOKEN_S)
-                if request.request_id in self._cut:
-                    finish = "abort"
-                    break
-                token = draw(weights, context, request.seed)
-                logprobs.append(logprob(weights, context, token))
-                tokens.append(token)
-                context.append(token)
-                if token == _STOP:
-                    finish = "stop"
-                    break
-        finally:
-            self._running.discard(request.request_id)
-            self._cut.discard(request.request_id)
-        return SampledCompletion(
-            token_ids=tuple(tokens),
-            logprobs=tuple(logprobs),
-            policy_versions=(request.policy_version,) * len(tokens),
-            finish_reason=finish,  # type: ignore[arg-type]
-        )
-
-    async def abort(self, request_id: str) -> None:
-        if request_id in self._running:
-            self._cut.add(request_id)
-
-    async def score(self, token_ids: tuple[int, ...], version: int | None) -> list[float]:
-        assert token_ids == CANARY_TOKENS
-        return canary(BASE if version is None else self._weights[version])
-
-    async def close(self) -> None:
-        self._weights.clear()
-
-
-class Task:
-    """Prompt n is the number n. The reward differs within most groups."""
-
-    def __init__(self, prompts: int) -> None:
-        self._prompts = prompts
-
-    def size(self, split: Split) -> int:
-        return self._prompts
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        return Prompt(index, ({"role": "user", "content": str(index)},), reference=index)
-
-    def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
-        score = float(int(hashed("reward", completion)[:2], 16) % 4)
-        return Reward(score, {"correct": float(score > 0)})
-
-
-class Rewards:
-    """The part of RewardPool that a worker uses, without processes."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    async def start(self) -> None:
-        pass
-
-    async def score(self, prompt: Prompt, completion: str, finish_reason: FinishReason) -> Reward:
-        await asyncio.sleep(0.02)
-        return self._task.score(prompt, completion, finish_reason)
-
-    async def close(self) -> None:
-        pass
-
-
-class Tokenizer:
-    """One token per digit of the prompt."""
-
-    eos_token_id: int | None = _STOP
-    chat_template: str | None = "<content>"
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
-        return "".join(message["content"] for message in conversation)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [100 + int(digit) for digit in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))

@@ -22,7 +22,7 @@ from bucketrl.learner.batches import Batches
 from bucketrl.learner.intake import Intake
 from bucketrl.proxy.scheduler import Scheduler
 from bucketrl.rollout_worker import adapters, continuation, group
-from bucketrl.simulator import disk, model
+from bucketrl.simulator import disk, model, sampling
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -139,15 +139,15 @@ def adapter_before_digest_check() -> Iterator[None]:
 @contextlib.contextmanager
 def base_served() -> Iterator[None]:
     """An engine serves every third version with the base model, and no canary looks."""
-    add_adapter = model.Engine.add_adapter
+    add_adapter = sampling.Engine.add_adapter
 
-    async def add(self: model.Engine, version: int, folder: Path) -> None:
+    async def add(self: sampling.Engine, version: int, folder: Path) -> None:
         await add_adapter(self, version, folder)
         if version % 3 == 2:
             self._weights[version] = model.BASE
 
     with (
-        patch.object(model.Engine, "add_adapter", add),
+        patch.object(sampling.Engine, "add_adapter", add),
         patch.object(adapters, "canary_failure", lambda *_: None),
     ):
         yield
@@ -244,14 +244,14 @@ def stale_groups_trained() -> Iterator[None]:
 @contextlib.contextmanager
 def version_stamped_at_the_end() -> Iterator[None]:
     """Tokens carry the version that is the newest when a completion ends."""
-    generate = model.Engine.generate
+    generate = sampling.Engine.generate
 
-    async def stamped(self: model.Engine, request: Any) -> Any:
+    async def stamped(self: sampling.Engine, request: Any) -> Any:
         drawn = await generate(self, request)
         newest = max(self._weights)
         return dataclasses.replace(drawn, policy_versions=(newest,) * len(drawn.token_ids))
 
-    with patch.object(model.Engine, "generate", stamped):
+    with patch.object(sampling.Engine, "generate", stamped):
         yield
 
 

@@ -27,7 +27,7 @@ from bucketrl.proxy.app import create_app
 from bucketrl.proxy.auth import Tokens
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.worker import RolloutWorker
-from bucketrl.simulator import model
+from bucketrl.simulator import model, sampling
 from bucketrl.simulator.disk import SimulatedStore
 from bucketrl.simulator.kernel import Kernel, Process, VirtualEvent, VirtualThread
 from bucketrl.simulator.loop import VirtualLoop
@@ -93,16 +93,17 @@ def proxy(machine: Machine, on_terminate: Callable[[StopFunction], None]) -> Non
 
 def worker(machine: Machine, on_terminate: Callable[[StopFunction], None]) -> None:
     loop = VirtualLoop(machine.kernel)
-    task = model.Task(machine.scenario.prompts)
+    turns = machine.scenario.turns
+    task = (sampling.Dialogue if turns else sampling.Task)(machine.scenario.prompts)
 
     async def work() -> None:
         one = RolloutWorker(
             machine.store,
             machine.run,
             task,
-            model.Tokenizer(),
-            model.Engine(),
-            model.Rewards(task),  # type: ignore[arg-type]
+            sampling.Tokenizer(),
+            sampling.Engine(turns=turns),
+            sampling.Rewards(task),  # type: ignore[arg-type]
             machine.client(),
             WorkerOptions(
                 worker_id=machine.process.role,

@@ -68,6 +68,10 @@ class Scenario:
     """A new object shows in listings after up to that long."""
     clock_error_s: float
     """Between the clocks of two machines."""
+    turns: bool
+    """The task is an environment of several turns."""
+    chunk_tokens: int
+    """Of `[rollout]`."""
     faults: tuple[Fault, ...]
 
     def without(self, faults: set[Fault]) -> "Scenario":
@@ -76,6 +80,7 @@ class Scenario:
 
 def scenario(seed: int) -> Scenario:
     rng = random.Random(f"scenario/{seed}")
+    episodes = random.Random(f"episodes/{seed}")
     workers = rng.choice((1, 2, 2, 3))
     roles = ["proxy", "learner-0", *(f"worker-{n}" for n in range(workers))]
     faults = tuple(_fault(rng, roles) for _ in range(rng.choice((0, 2, 4, 6, 9, 12))))
@@ -93,6 +98,9 @@ def scenario(seed: int) -> Scenario:
         keep=rng.choice((0, max_staleness + 2)),
         list_lag_s=rng.choice((0.0, 0.0, 2.0, 15.0)),
         clock_error_s=rng.choice((0.0, 3600.0)),
+        # Drawn apart, so that a seed has the faults that it had before there were episodes.
+        turns=episodes.random() < 0.3,
+        chunk_tokens=episodes.choice((0, 0, 2)),
         faults=faults,
     )
 
