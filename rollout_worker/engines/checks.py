@@ -1,7 +1,9 @@
 """What every engine's output must satisfy before anybody trains on it."""
 
 import math
+from pathlib import Path
 
+from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.engine import DroppedCompletion, FinishReason, SampledCompletion
 
 _ROUNDING = 1e-4
@@ -10,6 +12,26 @@ _ROUNDING = 1e-4
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 CLOSED = "engine closed"
 """Why a completion is dropped that runs when its engine is closed."""
+
+
+def check_weights(version: int, folder: Path) -> None:
+    """Raises IntegrityError if the adapter's file cannot be read or holds a value that is not finite.
+
+    vLLM serves such a version, and keys and values that are not finite stay in its cache: on CPU they reach
+    other versions' requests that are given the same blocks later.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            bad = [
+                name for name in sorted(file.keys()) if not bool(torch.isfinite(file.get_tensor(name)).all())
+            ]
+    except (OSError, SafetensorError) as error:
+        raise IntegrityError(f"adapter version {version}: its weights cannot be read: {error}") from None
+    if bad:
+        raise IntegrityError(f"adapter version {version}: {bad[0]} holds values that are not finite")
 
 
 def checked_completion(

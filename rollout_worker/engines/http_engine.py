@@ -30,7 +30,7 @@ from bucketrl.rollout_worker.engine import (
     SampledCompletion,
     SamplingRequest,
 )
-from bucketrl.rollout_worker.engines.checks import CLOSED, checked_completion
+from bucketrl.rollout_worker.engines.checks import CLOSED, check_weights, checked_completion
 from bucketrl.rollout_worker.engines.http_checks import (
     NEUTRAL,
     check_connections,
@@ -149,6 +149,7 @@ class HttpEngine:
         self.capacity = EngineCapacity(kv_tokens(metrics), settings.max_requests)
 
     async def add_adapter(self, version: int, folder: Path) -> None:
+        await in_thread(check_weights, version, folder)
         adapter = _Adapter(f"v{version}", folder)
         try:
             await self._load(adapter)

@@ -30,7 +30,7 @@ from bucketrl.rollout_worker.engine import (
     SampledCompletion,
     SamplingRequest,
 )
-from bucketrl.rollout_worker.engines.checks import CLOSED
+from bucketrl.rollout_worker.engines.checks import CLOSED, check_weights
 from bucketrl.rollout_worker.engines.decoding import DecodingBatch, PendingRequest
 from bucketrl.rollout_worker.engines.placement import visible_gpus
 from bucketrl.rollout_worker.engines.settings import EngineSettings
@@ -225,8 +225,8 @@ class TransformersEngine:
 
     def _add(self, version: int, folder: Path) -> None:
         from peft import PeftModel
-        from safetensors import SafetensorError
 
+        check_weights(version, folder)
         name = _adapter_name(version)
         try:
             with _LOADING:
@@ -235,7 +235,7 @@ class TransformersEngine:
                 else:
                     model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=name)
                     self._model, self._has_adapters = model.eval(), True
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise IntegrityError(f"PEFT cannot load adapter version {version}: {reason[:400]}") from error
 

@@ -27,7 +27,7 @@ from bucketrl.rollout_worker.engine import (
     SamplingRequest,
 )
 from bucketrl.rollout_worker.engines import parent_watch
-from bucketrl.rollout_worker.engines.checks import CLOSED, checked_completion
+from bucketrl.rollout_worker.engines.checks import CLOSED, check_weights, checked_completion
 from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
 from bucketrl.rollout_worker.engines.placement import start_seeing
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
@@ -150,6 +150,7 @@ class VllmEngine:
         self.capacity = EngineCapacity(_kv_tokens(self._llm.vllm_config.cache_config), settings.max_requests)
 
     async def add_adapter(self, version: int, folder: Path) -> None:
+        await in_thread(check_weights, version, folder)
         request = self._lora_request(f"v{version}", folder)
         try:
             await self._answer(self._llm.add_lora(request))

@@ -60,6 +60,9 @@ def adapters(tmp_path: Path) -> dict[int, Path]:
     for version in (1, 2):
         (tmp_path / f"v{version}").mkdir()
         (tmp_path / f"v{version}" / "adapter_config.json").write_text(json.dumps({"r": RANK}))
+        save_file(
+            {"lora_A": np.zeros(1, dtype=np.float32)}, tmp_path / f"v{version}" / "adapter_model.safetensors"
+        )
     return {version: tmp_path / f"v{version}" for version in (1, 2)}
 
 
