@@ -33,7 +33,8 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 test: check
-	BUCKETRL_REQUIRE_S3_SERVERS=1 $(BIN)/python -m pytest
+	BUCKETRL_REQUIRE_S3_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
+	BUCKETRL_REQUIRE_S3_SERVERS=1 $(BIN)/python -m pytest -m slow --durations=25
 
 clean:
 	rm -rf .venv runs dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -116,7 +116,7 @@ class TestVllmFaults(AdapterFaults):
             await engine.add_adapter(22, folder)
         await check_served(engine, learned, 11, 11)
 
-    def test_the_ranks_of_the_configuration_are_vllms(self) -> None:
+    async def test_the_ranks_of_the_configuration_are_vllms(self) -> None:
         from vllm.config.lora import MaxLoRARanks
 
         assert get_args(MaxLoRARanks) == VLLM_LORA_RANKS
