@@ -22,6 +22,7 @@ from bucketrl.bucket.errors import StoreError
 from bucketrl.bucket.log_state import LogViolation
 from bucketrl.proxy.core import ProxyCore
 from bucketrl.proxy.follower import Follower
+from bucketrl.proxy.stray import StrayPuts
 
 MAX_WAIT_S = 30.0
 """Of a long poll."""
@@ -107,6 +108,7 @@ def _lease_routes(router: APIRouter, core: ProxyCore, follower: Follower) -> Non
 
 def _log_route(router: APIRouter, core: ProxyCore, follower: Follower | None) -> None:
     """Without a follower the store serialises commits, and the route says so."""
+    stray = StrayPuts(core.clock())
 
     @router.put("/log/{seq}")
     async def append(seq: Annotated[int, Path(ge=0, lt=10**8)], request: Request) -> Response:
@@ -137,6 +139,14 @@ def _log_route(router: APIRouter, core: ProxyCore, follower: Follower | None) ->
                     raise
                 follower.apply([healed])
                 core.reader.state.apply(data)
-            await asyncio.to_thread(core.store.put, keys.log(seq), data)
+            if wait := stray.seconds_until_safe(data, core.clock()):
+                raise StoreError(
+                    f"log/{seq} cannot be appended for another {wait:.0f} s: an earlier put may still land on it"
+                )
+            try:
+                await asyncio.to_thread(core.store.put, keys.log(seq), data)
+            except StoreError:
+                stray.failed(data, core.clock())
+                raise
             follower.apply([core.reader.accept(data)])
         return Response(status_code=204)

@@ -10,6 +10,7 @@ from bucketrl.bucket import keys
 from bucketrl.bucket.errors import StoreError
 from bucketrl.bucket.records import StartRecord, sha256_hex
 from bucketrl.bucket.store import Store
+from bucketrl.proxy.stray import STRAY_PUT_S
 
 
 def start(name: str, *, seq: int = 0, epoch: int = 1, parent: str = "", run_id: str = RUN_ID) -> bytes:
@@ -125,6 +126,55 @@ async def test_a_record_is_never_replaced_because_reading_it_failed() -> None:
         status, _ = await put(proxy, 1, start("rival", seq=1, epoch=2, parent=sha256_hex(first)))
         assert status == 503
     assert bucket.get(keys.log(1)) == second
+
+
+class LatePut:
+    """A store whose first put fails and is done later."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.late: list[tuple[str, bytes]] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        if not self.late:
+            self.late.append((key, data))
+            raise StoreError(f"{key}: timeout")
+        self._inner.put(key, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+async def test_nothing_is_appended_while_a_put_of_a_proxy_before_may_land() -> None:
+    """The record that it had in flight would replace the one that a new learner has built upon."""
+    world = World()
+    async with proxy_of(world, serialise_commits=True, settled=False) as proxy:
+        status, body = await put(proxy, 0, start("b"))
+        assert status == 503
+        assert b"an earlier put may still land" in body
+        world.clock.now += STRAY_PUT_S - 1
+        world.store.put(keys.log(0), start("a"))
+        assert await put(proxy, 0, start("b")) == (409, start("a"))
+
+
+async def test_a_put_that_failed_may_be_repeated_but_not_replaced() -> None:
+    world = World()
+    bucket, world.store = world.store, LatePut(world.store)
+    async with proxy_of(world, serialise_commits=True) as proxy:
+        assert (await put(proxy, 0, start("a")))[0] == 503
+        assert (await put(proxy, 0, start("b")))[0] == 503
+        assert (await put(proxy, 0, start("a")))[0] == 204
+        bucket.put(*world.store.late[0])
+        assert await put(proxy, 0, start("b")) == (409, start("a"))
+
+
+async def test_after_a_while_a_put_that_failed_is_forgotten() -> None:
+    world = World()
+    world.store = LatePut(world.store)
+    async with proxy_of(world, serialise_commits=True) as proxy:
+        assert (await put(proxy, 0, start("a")))[0] == 503
+        world.clock.now += STRAY_PUT_S
+        assert (await put(proxy, 0, start("b")))[0] == 204
 
 
 async def test_a_store_that_serialises_commits_itself_says_so() -> None:

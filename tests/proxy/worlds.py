@@ -18,6 +18,7 @@ from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
 from bucketrl.proxy.app import create_app
 from bucketrl.proxy.auth import Tokens
+from bucketrl.proxy.stray import STRAY_PUT_S
 
 OPEN = Tokens("", "")
 WALL = datetime(2026, 3, 1, 13, 0, tzinfo=UTC)
@@ -119,10 +120,12 @@ async def proxy_of(
     tokens: Tokens = OPEN,
     serialise_commits: bool = False,
     ready: bool = True,
+    settled: bool = True,
     poll_s: float = 0.01,
     **options: Any,
 ) -> AsyncIterator[Proxy]:
-    """A running proxy; `ready`: once it has read the bucket."""
+    """A running proxy; `ready`: once it has read the bucket; `settled`: no put of one before it may land any
+    more."""
     numbers = count(1)
     name = uuid4().hex[:6]
     app = create_app(
@@ -136,6 +139,8 @@ async def proxy_of(
         new_id=lambda: f"{name}-{next(numbers)}",
         **options,
     )
+    if settled and serialise_commits:
+        world.clock.now += STRAY_PUT_S
     transport = httpx.ASGITransport(app)
     headers = {"authorization": f"Bearer {tokens.worker}"} if tokens.worker else {}
     async with (

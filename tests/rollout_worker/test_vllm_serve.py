@@ -16,7 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bucketrl.bucket.errors import IntegrityError, UserError
+from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines import create_engine
 from bucketrl.rollout_worker.engines.http_engine import HttpEngine
@@ -99,6 +99,12 @@ async def engine(
 
 
 class TestRealServer(EngineContract):
+    # Of vLLM more than of the way to it, and shown in process.
+    test_tokens_are_drawn_from_the_distribution_that_is_reported = None  # type: ignore[assignment]
+    test_scores_are_right_while_requests_run = None  # type: ignore[assignment]
+    test_more_prompt_tokens_than_one_step_computes = None  # type: ignore[assignment]
+    test_a_version_added_under_way_neither_waits_nor_disturbs = None  # type: ignore[assignment]
+
     async def test_an_adapter_that_the_server_lost_is_loaded_again(
         self, engine: Engine, setting: Setting, url: str
     ) -> None:
@@ -126,11 +132,3 @@ class TestRealServer(EngineContract):
             with pytest.raises(UserError, match=flag):
                 await other.start()
             await other.close()
-
-    async def test_a_missing_folder_is_an_adapter_that_cannot_be_loaded(
-        self, engine: Engine, tmp_path: Path
-    ) -> None:
-        with pytest.raises(IntegrityError, match=r"version 8.*No adapter found"):
-            await engine.add_adapter(8, tmp_path / "nowhere")
-        with pytest.raises(KeyError):
-            await engine.score((1, 2, 3), 8)
