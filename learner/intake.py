@@ -159,8 +159,9 @@ class Intake:
                 data = self._store.get(info.key)
             group = self._decode(group_id, attempt, data, max_version)
         except (IntegrityError, NotFound) as error:
-            self._invalid[ordinal, attempt] = readings + 1
-            if readings + 1 >= READINGS:
+            if readings + 1 < READINGS:
+                self._invalid[ordinal, attempt] = readings + 1
+            else:  # counted once it is stored: should that fail, the next poll comes here again
                 self._quarantine(group_id, attempt, str(error))
             return
         self._invalid.pop((ordinal, attempt), None)

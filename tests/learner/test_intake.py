@@ -8,7 +8,7 @@ from tests.learner.worlds import VOCAB, make_config, make_group, make_run, put_g
 from tests.support.hub import BUCKET, StandInHub
 
 from bucketrl.bucket import keys
-from bucketrl.bucket.errors import IntegrityError
+from bucketrl.bucket.errors import IntegrityError, StoreError
 from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import Consumed, QuarantineRecord, decode
 from bucketrl.bucket.stores.hf import HfStore
@@ -121,6 +121,27 @@ def test_quarantine_is_written_reported_once_and_final() -> None:
     world.store.put(key, good)
     world.poll(times=2)
     assert world.found == []
+    assert len(world.refused) == 1
+
+
+def test_a_quarantine_that_could_not_be_written_is_written_and_reported_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the proxy would take the group for uploaded for ever, and nobody would sample it again."""
+    world = World()
+    key = put_group(world.store, make_group(0, rewards=[0.0, 1.0]))
+    world.store.put(key, b"garbage")
+    world.poll(times=READINGS - 1)
+
+    def fail(key: str, data: bytes) -> None:
+        raise StoreError(f"{key}: connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store, "put", fail)
+        with pytest.raises(StoreError):
+            world.poll()
+    assert world.refused == []
+    world.poll(times=2)
     assert len(world.refused) == 1
 
 

@@ -124,6 +124,7 @@ class AdapterFaults:
     async def test_aborts_around_a_change_of_versions_disturb_nobody(
         self, engine: Engine, learned: Learned
     ) -> None:
+        reasons = set()
         for turn in range(4):
             asked = [request(11, seed=n, max_tokens=300, temperature=0.0) for n in range(8)]
             running = [asyncio.create_task(engine.generate(one)) for one in asked]
@@ -131,9 +132,10 @@ class AdapterFaults:
             await asyncio.sleep(0.02 * turn)
             await asyncio.gather(adding, *(engine.abort(one.request_id) for one in asked))
             ended = await asyncio.wait_for(asyncio.gather(*running), 20)
-            assert any(one.finish_reason == "abort" for one in ended)
+            reasons |= {one.finish_reason for one in ended}
             await check_served(engine, learned, 40 + turn, 12)
             await engine.remove_adapter(40 + turn)
+        assert "abort" in reasons
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
