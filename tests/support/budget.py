@@ -20,6 +20,7 @@ from bucketrl.bucket.counting import HF_WINDOW_S
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.stores.hf import HfStore
 from bucketrl.proxy import core
+from bucketrl.proxy.stray import STRAY_PUT_S
 from bucketrl.simulator import model, roles
 from bucketrl.simulator.kernel import Kernel, Process
 from bucketrl.simulator.network import Network
@@ -29,7 +30,7 @@ WORKERS = 64
 STEP_S = 60.0
 """From commit to commit: that much training that groups are there before it ends."""
 PUBLISHING_S = 2.0
-SETTLED_S = 150.0
+SETTLED_S = 150.0 + STRAY_PUT_S
 """Everybody has started, and steps follow each other."""
 COMMITS_KEPT = 96
 """Whose trajectories garbage collection has not removed yet, at most."""
@@ -59,7 +60,8 @@ class Run:
     def __init__(self, folder: Path, groups_per_step: int) -> None:
         scenario = Scenario(
             seed=1, workers=WORKERS, tier=0, steps=1000, groups_per_step=groups_per_step, group_size=2,
-            max_staleness=1, prompts=100_000, keep=0, list_lag_s=0.0, clock_error_s=0.0, faults=(),
+            max_staleness=1, prompts=100_000, keep=0, list_lag_s=0.0, clock_error_s=0.0,
+            turns=False, chunk_tokens=0, faults=(),
         )  # fmt: skip
         self.kernel = Kernel("budget")
         self._hub = StandInHub()
