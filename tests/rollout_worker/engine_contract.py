@@ -71,7 +71,7 @@ def mismatch(
 ) -> float:
     """Largest difference between the engine's logprobs and the reference's."""
     expected = policy(prompt + drawn.token_ids, temperature).logprobs[len(prompt) - 1 :]
-    return max(abs(a - b) for a, b in zip(expected, drawn.logprobs, strict=True))
+    return max((abs(a - b) for a, b in zip(expected, drawn.logprobs, strict=True)), default=0.0)
 
 
 async def long_request(engine: Engine, setting: Setting, version: int, n: int) -> None:

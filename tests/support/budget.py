@@ -7,6 +7,7 @@ that with what the real client sends.
 
 import gc
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,4 +133,6 @@ def _silent_dead() -> Iterator[None]:
     """Coroutines of killed processes complain when they are collected: that is here, and not heard."""
     with patch.object(sys, "unraisablehook", lambda _: None):
         yield
-        gc.collect()
+        for _ in range(3):  # the last threads may still be on their way out, with a coroutine each
+            time.sleep(0.3)
+            gc.collect()
