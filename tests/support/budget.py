@@ -7,7 +7,6 @@ that with what the real client sends.
 
 import gc
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,6 +132,4 @@ def _silent_dead() -> Iterator[None]:
     """Coroutines of killed processes complain when they are collected: that is here, and not heard."""
     with patch.object(sys, "unraisablehook", lambda _: None):
         yield
-        for _ in range(3):  # the last threads may still be on their way out, with a coroutine each
-            time.sleep(0.3)
-            gc.collect()
+        gc.collect()
