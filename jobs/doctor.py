@@ -7,13 +7,11 @@ trains nothing, however long it runs.
 import asyncio
 import math
 import random
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.keys import GroupId
-from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.drawing import CompletionSampler
 from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
 from bucketrl.rollout_worker.group import request_seed
@@ -98,14 +96,12 @@ async def probe_task(
     indexes = random.Random(seed).sample(range(size), min(prompts, size))
     templated = Prompts(task, tokenizer, run_config)
     slots = asyncio.Semaphore(CONCURRENT_GROUPS)
-    sampler = CompletionSampler(
+    sampler = CompletionSampler.of_version(
         engine,
-        lambda: nullcontext(policy_version),
+        policy_version,
         templated,
         rewards,
-        Counters(),
         max_tokens=run_config.sampling.max_tokens,
-        chunk_tokens=0,
         temperature=run_config.sampling.temperature,
     )
 

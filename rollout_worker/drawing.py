@@ -12,8 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Self
 
 from bucketrl.bucket.completions import Completion
 from bucketrl.rollout_worker.continuation import fresh, joined
@@ -57,6 +58,29 @@ class CompletionSampler:
         self._running: set[str] = set()
         """Ids of the engine's requests."""
         self._cutting = asyncio.Event()
+
+    @classmethod
+    def of_version(
+        cls,
+        engine: Engine,
+        version: int,
+        prompts: Prompts,
+        rewards: RewardPool,
+        *,
+        max_tokens: int,
+        temperature: float,
+    ) -> Self:
+        """For measurements: one version draws all, and nobody counts."""
+        return cls(
+            engine,
+            lambda: nullcontext(version),
+            prompts,
+            rewards,
+            Counters(),
+            max_tokens=max_tokens,
+            chunk_tokens=0,
+            temperature=temperature,
+        )
 
     async def draw(
         self, name: str, prompt: TemplatedPrompt, so_far: Completion, seed: Callable[[int], int]

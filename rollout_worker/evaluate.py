@@ -5,7 +5,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +19,6 @@ from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store
 from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.drawing import CompletionSampler
 from bucketrl.rollout_worker.engine import DroppedCompletion, Engine
 from bucketrl.rollout_worker.group import request_seed
@@ -79,14 +77,12 @@ async def evaluate(
     start = time.monotonic()
     done = 0
 
-    sampler = CompletionSampler(
+    sampler = CompletionSampler.of_version(
         engine,
-        lambda: nullcontext(version),
+        version,
         prompts,
         rewards,
-        Counters(),
         max_tokens=run.config.sampling.max_tokens,
-        chunk_tokens=0,
         temperature=temperature,
     )
 

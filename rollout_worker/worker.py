@@ -224,10 +224,8 @@ class RolloutWorker:
         if not group.cut:
             self._complete[group.work] = group
             self._others.spawn(self._finish(group))
-        elif self._state == "draining":
-            self._cut.append(group)
         else:
-            self._fail(group.work, "the engine aborted a request that nobody wanted aborted", hopeless=False)
+            self._cut.append(group)
 
     async def _finish(self, sampled: SampledGroup) -> None:
         work = sampled.work
