@@ -33,13 +33,14 @@ from bucketrl.bucket.trajectories import encode
 from bucketrl.rollout_worker.adapters import Adapters
 from bucketrl.rollout_worker.background import Background, in_time
 from bucketrl.rollout_worker.blocking import in_thread
-from bucketrl.rollout_worker.counters import Counters, MeteredEngine, group_in_flight
+from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines.pool import EnginePool
 from bucketrl.rollout_worker.flow import Flow, GroupInFlight
 from bucketrl.rollout_worker.group import GroupSampler, SampledGroup, VersionNotServed
 from bucketrl.rollout_worker.heartbeat import Heartbeats
 from bucketrl.rollout_worker.link import ProxyLink
+from bucketrl.rollout_worker.metered import MeteredEngine, group_in_flight
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.partials import Partials
 from bucketrl.rollout_worker.policy import PolicyWatcher

@@ -125,3 +125,16 @@ async def learned(engine: Engine, published: "Learned") -> "Learned":
     for version, folder in published.adapters.items():
         await engine.add_adapter(version, folder)
     return published
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(published: "Learned") -> AsyncIterator[Engine]:
+    """Transformers, on the published model; modules about another engine have their own."""
+    from bucketrl.rollout_worker.engines import create_engine
+
+    from .engine_contract import make_settings
+
+    engine = create_engine("transformers", make_settings(published.model))
+    await engine.start()
+    yield engine
+    await engine.close()

@@ -4,12 +4,10 @@ test_vllm_engine.py inherits `AdapterFaults` for vLLM."""
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 from tests.jobs.worlds import toml
@@ -18,10 +16,9 @@ from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.jobs.config_file import load_config
 from bucketrl.rollout_worker.adapter_config import check_adapter_config
 from bucketrl.rollout_worker.engine import Engine
-from bucketrl.rollout_worker.engines import create_engine
 
 from .conftest import World
-from .engine_contract import make_settings, request
+from .engine_contract import request
 from .fakes import adapter_config, make_run, tokens_of_seed, until, uploaded_groups
 from .learned import VERSIONS, Learned, make_config
 from .tiny_model import ALPHA, RANK
@@ -136,14 +133,6 @@ class AdapterFaults:
             await check_served(engine, learned, 40 + turn, 12)
             await engine.remove_adapter(40 + turn)
         assert "abort" in reasons
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(published: Learned) -> AsyncIterator[Engine]:
-    engine = create_engine("transformers", make_settings(published.model))
-    await engine.start()
-    yield engine
-    await engine.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -2,19 +2,16 @@
 that it wrote. test_vllm_engine.py inherits the same for vLLM."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-import pytest_asyncio
 
 from bucketrl.bucket.completions import Completion
 from bucketrl.rollout_worker.canary import canary_failure
 from bucketrl.rollout_worker.continuation import joined
 from bucketrl.rollout_worker.engine import Engine
-from bucketrl.rollout_worker.engines import create_engine
 
-from .engine_contract import make_settings, request
+from .engine_contract import request
 from .learned import TEMPERATURES, VERSIONS, Learned, begun, largest_difference, mixed_up, uploaded
 
 TOLERANCE = 1e-3
@@ -127,14 +124,6 @@ class Exactness:
             *(engine.generate(request(VERSIONS[n % 3], seed=n, prompt=PROMPT[n:])) for n in range(31)),
         )
         assert together.token_ids == alone.token_ids
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(published: Learned) -> AsyncIterator[Engine]:
-    engine = create_engine("transformers", make_settings(published.model))
-    await engine.start()
-    yield engine
-    await engine.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
