@@ -102,7 +102,7 @@ class RewardPool:
 
     async def close(self) -> None:
         for process in self._all:
-            process.kill()
+            await in_thread(process.close)
 
 
 class _RewardProcess:
@@ -113,17 +113,23 @@ class _RewardProcess:
         self._timeout_s = timeout_s
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
+        self._closed = False
+        # A cancelled `start` goes on in its thread: what it is about to start must not escape a `kill`.
+        self._starting = threading.Lock()
 
     def start(self) -> Connection:
         """Blocks until it is ready. Raises EOFError, OSError or TimeoutError if it does not come up."""
         if self._connection is not None:
             return self._connection
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._task), name="reward", daemon=True)
-        process.start()
-        theirs.close()
-        self._process, self._connection = process, ours
+        with self._starting:
+            if self._closed:
+                raise OSError("the reward pool is closed")
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._task), name="reward", daemon=True)
+            process.start()
+            theirs.close()
+            self._process, self._connection = process, ours
         if not ours.poll(START_TIMEOUT_S):
             raise TimeoutError(f"reward process not ready after {START_TIMEOUT_S:.0f} s")
         ours.recv()
@@ -138,9 +144,14 @@ class _RewardProcess:
             raise TimeoutError(f"{_WHAT[job[0]]} took more than {self._timeout_s:g} s")
         return connection.recv()
 
+    def close(self) -> None:
+        self._closed = True
+        self.kill()
+
     def kill(self) -> None:
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
+        with self._starting:
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
         if process is not None:
             process.kill()
             process.join()

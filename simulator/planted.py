@@ -21,7 +21,7 @@ from bucketrl.learner import select
 from bucketrl.learner.batches import Batches
 from bucketrl.learner.intake import Intake
 from bucketrl.proxy.scheduler import Scheduler
-from bucketrl.rollout_worker import adapters, continuation, group
+from bucketrl.rollout_worker import adapters, continuation, drawing
 from bucketrl.simulator import disk, model, sampling
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -203,7 +203,7 @@ def partial_with_wrong_stamp() -> Iterator[None]:
             whole, policy_versions=(max(whole.policy_versions),) * len(whole.policy_versions)
         )
 
-    with patch.object(group, "joined", restamped):
+    with patch.object(drawing, "joined", restamped):
         yield
 
 

@@ -62,8 +62,8 @@ def test_it_costs_few_requests() -> None:
 def test_it_costs_few_requests_on_s3(relayed: Relay, s3_credentials: None) -> None:
     to = relayed(lambda method, before: None)
     probe(to.store, write_id="p")
-    assert len(to.requests) <= MOST_REQUESTS
-    assert len(to.waits) <= 1  # no answer of the probe is waited for; a server may drop one connection
+    assert len(to.requests) - len(to.waits) <= MOST_REQUESTS  # a server may drop a connection now and then
+    assert sum(to.waits) < 1  # no answer of the probe is waited for
 
 
 @pytest.mark.slow

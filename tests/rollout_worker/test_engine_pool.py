@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -598,13 +599,15 @@ async def test_a_real_engine_breaks_and_the_answers_stay_right(setting: Setting)
     asked = [
         request(1 + n % 2, seed=n, prompt=(*PROMPT, 3 + n), max_tokens=200, temperature=0.0) for n in range(8)
     ]
-    running = [asyncio.create_task(pool.generate(one)) for one in asked]
-    await asyncio.sleep(0.2)
+    forward, steps = made[0]._model.forward, itertools.count()
 
-    def fail(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("out of memory")
+    def fail(*arguments: Any, **named: Any) -> Any:
+        if next(steps) == 20:
+            raise RuntimeError("out of memory")
+        return forward(*arguments, **named)
 
     made[0]._model.forward = fail
+    running = [asyncio.create_task(pool.generate(one)) for one in asked]
     drawn = await asyncio.wait_for(asyncio.gather(*running), 60)
     assert 0 < pool.redrawn < 8
     await until(lambda: pool.note == "", 30)
@@ -643,10 +646,9 @@ async def test_a_killed_vllm_process_is_started_again_and_the_request_answered(s
     await pool.start()
     await serve(pool, setting)
     before = engine_processes()
-    asked = request(2, seed=1, max_tokens=400, temperature=0.0)
-    running = asyncio.create_task(pool.generate(asked))
+    os.kill(before[0], signal.SIGSTOP)  # so that it dies with the request, however fast it would answer
+    running = asyncio.create_task(pool.generate(request(2, seed=1, max_tokens=400, temperature=0.0)))
     await asyncio.sleep(0.3)
-    assert not running.done()
     os.kill(before[0], signal.SIGKILL)
     got = await asyncio.wait_for(running, 200)
     assert pool.redrawn == 1

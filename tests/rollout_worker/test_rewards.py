@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 import pytest_asyncio
@@ -57,8 +58,12 @@ async def pool() -> AsyncIterator[RewardPool]:
     await pool.close()
 
 
+def reward_processes() -> set[BaseProcess]:
+    return {child for child in multiprocessing.active_children() if child.name == "reward"}
+
+
 async def test_a_signal_to_the_whole_process_group_costs_no_reward(pool: RewardPool) -> None:
-    processes = [child for child in multiprocessing.active_children() if child.name == "reward"]
+    processes = reward_processes()
     assert len(processes) == 2
     for process in processes:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -113,3 +118,16 @@ async def test_a_task_that_other_processes_cannot_load_is_one_clear_line() -> No
     with pytest.raises(UserError, match="cannot be loaded in a reward process"):
         await pool.start()
     await pool.close()
+
+
+async def test_closing_it_while_it_starts_leaves_no_process(pool: RewardPool) -> None:
+    before = reward_processes()
+    for wait_s in (0.0, 0.001, 0.01, 0.1):
+        other = RewardPool(TroubleTask(), processes=2, timeout_s=0.5)
+        starting = asyncio.create_task(other.start())
+        await asyncio.sleep(wait_s)
+        starting.cancel()
+        await other.close()
+        await asyncio.gather(starting, return_exceptions=True)
+    await asyncio.sleep(0.3)
+    assert reward_processes() == before
