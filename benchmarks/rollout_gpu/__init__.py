@@ -1,0 +1,1 @@
+"""A rollout worker against vLLM alone, and what a new policy version costs it."""
