@@ -38,15 +38,22 @@ def judge(seed: int, planted: str | None = None) -> Verdict:
 def _stay_on_one_core(numbers: "SimpleQueue[int]") -> None:
     # One thread of a simulation runs at a time: handed over on one core it takes two thirds of the time.
     if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
+        cores = _cores()
         os.sched_setaffinity(0, {cores[numbers.get() % len(cores)]})
+
+
+def _cores() -> list[int]:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 class Campaign:
     """Worker processes that play seeds. A context manager."""
 
     def __init__(self, processes: int | None = None) -> None:
-        self._processes = processes or os.cpu_count() or 1
+        self._processes = processes or len(_cores())
         context = get_context("spawn")
         numbers = context.SimpleQueue()
         for number in range(self._processes):
