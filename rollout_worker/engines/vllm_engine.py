@@ -176,6 +176,8 @@ class VllmEngine:
             max_tokens=request.max_tokens,
             seed=request.seed,
             logprobs=0,
+            # One list of floats instead of a dict and an object for each token, made in this very process.
+            flat_logprobs=True,
             stop_token_ids=list(self._settings.stop_token_ids),
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
@@ -185,7 +187,7 @@ class VllmEngine:
         token_ids = tuple(drawn.token_ids)
         return checked_completion(
             token_ids,
-            tuple(_logprob(row, token) for row, token in zip(drawn.logprobs or (), token_ids, strict=False)),
+            _sampled_logprobs(drawn.logprobs, token_ids),
             request.policy_version,
             drawn.finish_reason,
         )
@@ -306,6 +308,13 @@ def _kv_tokens(cache: Any) -> int | None:
     """Of a started engine. Only newer versions count for models whose layers need different blocks."""
     counted = getattr(cache, "kv_cache_size_tokens", None)
     return counted or (cache.num_gpu_blocks or 0) * cache.block_size or None
+
+
+def _sampled_logprobs(flat: Any, token_ids: tuple[int, ...]) -> tuple[float | None, ...]:
+    """Of vLLM's FlatLogprobs; with `logprobs=0` it holds the sampled tokens alone."""
+    if flat is None or tuple(flat.token_ids) != token_ids:
+        return ()
+    return tuple(flat.logprobs)
 
 
 def _logprob(row: Any, token: int) -> float | None:
