@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -228,21 +229,27 @@ class EngineContract:
             request(1 + n % 2, seed=n, prompt=(*PROMPT, 3 + n), max_tokens=400, temperature=0.0)
             for n in range(8)
         ]
+        start = time.monotonic()
         whole = await asyncio.gather(*map(engine.generate, asked))
-        longest = max(range(8), key=lambda n: len(whole[n].token_ids))
-        again = [replace(one, request_id=f"cut-{n}-{next(_ids)}") for n, one in enumerate(asked)]
-        running = [asyncio.create_task(engine.generate(one)) for one in again]
-        await asyncio.sleep(0.3)
-        assert not running[longest].done(), "too quick to be cut"
-        await asyncio.gather(*(engine.abort(one.request_id) for one in again))
-        cut = await asyncio.wait_for(asyncio.gather(*running), 5)
-        assert cut[longest].finish_reason == "abort"
-        assert 0 < len(cut[longest].token_ids) < len(whole[longest].token_ids)
-        for one, got, undisturbed in zip(again, cut, whole, strict=True):
-            assert got.token_ids == undisturbed.token_ids[: len(got.token_ids)]
-            assert got.policy_versions == (one.policy_version,) * len(got.token_ids)
-            policy = setting.policies[one.policy_version]
-            assert mismatch(policy, one.prompt_token_ids, got, 1.0) < TOLERANCE
+        seconds = time.monotonic() - start
+        most = max(len(one.token_ids) for one in whole)
+        # A machine that is busy with other things may be slow at one time and quick at another.
+        for share in (0.5, 0.3, 0.7, 0.2, 0.8, 0.5):
+            again = [replace(one, request_id=f"cut-{n}-{next(_ids)}") for n, one in enumerate(asked)]
+            running = [asyncio.create_task(engine.generate(one)) for one in again]
+            await asyncio.sleep(share * seconds)
+            await asyncio.gather(*(engine.abort(one.request_id) for one in again))
+            cut = await asyncio.wait_for(asyncio.gather(*running), 5)
+            for one, got, undisturbed in zip(again, cut, whole, strict=True):
+                assert got.token_ids == undisturbed.token_ids[: len(got.token_ids)]
+                assert (got.finish_reason == "abort") == (len(got.token_ids) < len(undisturbed.token_ids))
+                assert got.policy_versions == (one.policy_version,) * len(got.token_ids)
+                policy = setting.policies[one.policy_version]
+                assert mismatch(policy, one.prompt_token_ids, got, 1.0) < TOLERANCE
+            if any(0 < len(one.token_ids) < most and one.finish_reason == "abort" for one in cut):
+                break
+        else:
+            pytest.fail("no request was ever cut while it ran")
         await engine.abort(again[0].request_id)  # has ended: no error
 
     async def test_a_request_aborted_at_once_returns(self, engine: Engine) -> None:
