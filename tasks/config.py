@@ -51,14 +51,25 @@ class CommonConfig(Section):
         return self
 
 
+class Component(Section):
+    """One generator of a mixture."""
+
+    dataset: str
+    params: dict[str, Any] = {}
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Questions are drawn from it in proportion to its weight."""
+
+
 class ReasoningGymConfig(CommonConfig):
-    """A generator of reasoning-gym with its own verifier."""
+    """A generator of reasoning-gym with its own verifier, or a mixture of several."""
 
     kind: Literal["reasoning_gym"]
-    dataset: str
+    dataset: str = ""
     """`chain_sum`, `gcd`, ...: a name registered in reasoning-gym."""
     params: dict[str, Any] = {}
     """Settings of the generator, `size` and `seed` excepted."""
+    mixture: tuple[Component, ...] = ()
+    """In place of `dataset` and `params`. Every question goes to the verifier of its own generator."""
     partial_credit: bool = False
     """Whether a verifier's score between 0 and 1 counts. Many give it to any text that contains the answer:
     12 where 2 is right."""
@@ -66,11 +77,26 @@ class ReasoningGymConfig(CommonConfig):
     heldout_size: Size = 200
     seed: Seed = 0
 
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """At least one."""
+        return self.mixture or (Component(dataset=self.dataset, params=self.params),)
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if bool(self.mixture) == bool(self.dataset or self.params):
+            raise ValueError("needs either dataset (with its params) or mixture")
+        names = [component.dataset for component in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(f"mixture names a dataset twice, found {', '.join(names)}")
+        return self
+
     @model_validator(mode="after")
     def _size_and_seed_are_ours(self) -> Self:
-        for name in ("size", "seed"):
-            if name in self.params:
-                raise ValueError(f"params.{name} is not allowed; use train_size, heldout_size and seed")
+        for component in self.components:
+            for name in ("size", "seed"):
+                if name in component.params:
+                    raise ValueError(f"params.{name} is not allowed; use train_size, heldout_size and seed")
         return self
 
 

@@ -1,9 +1,11 @@
 """Generators of reasoning-gym, with their own verifiers."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from bucketrl.tasks.base import Split, TaskError
-from bucketrl.tasks.config import ReasoningGymConfig
+from bucketrl.tasks.config import Component, ReasoningGymConfig
 from bucketrl.tasks.questions import Question
 from bucketrl.tasks.splits import GeneratedSplits
 
@@ -39,6 +41,11 @@ class ReasoningGymSource:
         """Without the datasets, which are large and made again when they are needed."""
         return {**self.__dict__, "_chunks": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Now, while no completion waits: importing the generators may take longer than a reward may.
+        self._dataset("train", 0)
+
     def size(self, split: Split) -> int:
         return self._splits.size(split)
 
@@ -66,16 +73,36 @@ class ReasoningGymSource:
 def _create(config: ReasoningGymConfig, seed: int) -> Any:
     try:
         import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
     except ImportError as error:
         raise TaskError("task.kind reasoning_gym needs a package: pip install 'bucketrl[tasks]'") from error
-    if config.dataset not in reasoning_gym.factory.DATASETS:
-        raise TaskError(f"task.dataset: reasoning-gym has no {config.dataset!r}")
-    if config.dataset in NOT_REPRODUCIBLE:
+    for component in config.components:
+        _check(component, reasoning_gym.factory.DATASETS)
+    with _naming(", ".join(component.dataset for component in config.components)):
+        if not config.mixture:
+            return reasoning_gym.create_dataset(config.dataset, size=CHUNK, seed=seed, **config.params)
+        specs = [DatasetSpec(part.dataset, part.weight, part.params) for part in config.mixture]
+        return reasoning_gym.create_dataset("composite", size=CHUNK, seed=seed, datasets=specs)
+
+
+def _check(component: Component, known: Mapping[str, Any]) -> None:
+    name = component.dataset
+    if name == "composite":
         raise TaskError(
-            f"task.dataset: {config.dataset!r} gives other questions in every process; choose another"
+            "task.dataset: a composite is written as task.mixture, one table for each of its datasets"
         )
+    if name not in known:
+        raise TaskError(f"task.dataset: reasoning-gym has no {name!r}")
+    if name in NOT_REPRODUCIBLE:
+        raise TaskError(f"task.dataset: {name!r} gives other questions in every process; choose another")
+    with _naming(name):
+        known[name][1](size=CHUNK, seed=0, **component.params).validate()
+
+
+@contextmanager
+def _naming(datasets: str) -> Iterator[None]:
     try:
-        return reasoning_gym.create_dataset(config.dataset, size=CHUNK, seed=seed, **config.params)
+        yield
     except (TypeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
-        raise TaskError(f"task.params of {config.dataset}: {reason}") from error
+        raise TaskError(f"task.params of {datasets}: {reason}") from error

@@ -1,12 +1,16 @@
 """reasoning-gym tasks: their own verifiers behind every answer rule."""
 
+import json
 import pickle
+import subprocess
+import sys
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from bucketrl.tasks.base import TaskError
+from bucketrl.tasks.base import Task, TaskError
 from bucketrl.tasks.load import load_task
 
 WRAPPED = {
@@ -82,6 +86,15 @@ def test_prompts_are_stable_disjoint_and_picklable() -> None:
     assert held_out.isdisjoint(train)
 
 
+def test_a_reward_process_can_score_as_soon_as_it_has_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward has a time limit, which an import would use up."""
+    task = load_task(settings_of("chain_sum"))
+    prompt = task.prompt("train", 0)
+    copy = pickle.loads(pickle.dumps(task))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert copy.score(prompt, prompt.reference["answer"], "stop").total == 1.0
+
+
 @pytest.mark.parametrize(
     ("partial_credit", "expected"), [(False, 0.0), (True, pytest.approx(0.5))], ids=["off", "on"]
 )
@@ -118,3 +131,76 @@ def test_a_generator_that_makes_all_its_entries_at_once_is_usable() -> None:
     task = load_task({"kind": "reasoning_gym", "dataset": "acre"})
     task.prompt("train", task.size("train") - 1)
     assert time.monotonic() - start < 60
+
+
+MIXTURE: list[dict[str, Any]] = [
+    {"dataset": "chain_sum", "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}},
+    {"dataset": "letter_counting", "params": {"max_words": 8}, "weight": 3.0},
+    {"dataset": "spell_backward"},
+]
+
+
+def mixture(parts: list[dict[str, Any]], **more: Any) -> Task:
+    return load_task(
+        {"kind": "reasoning_gym", "mixture": parts, "train_size": 3000, "heldout_size": 20, **more}
+    )
+
+
+def test_a_mixture_scores_every_answer_by_the_generator_of_its_question() -> None:
+    """That of `spell_backward` alone ignores case."""
+    task = mixture(MIXTURE)
+    for index in range(60):
+        prompt = task.prompt("train", index)
+        answer, source = prompt.reference["answer"], prompt.reference["metadata"]["source_dataset"]
+        assert task.score(prompt, answer, "stop").total == 1.0
+        assert task.score(prompt, "9876501234", "stop").parts["correct"] == 0.0
+        if source == "spell_backward":
+            assert task.score(prompt, answer.upper(), "stop").total == 1.0
+
+
+def test_a_mixture_follows_its_weights() -> None:
+    task = mixture(MIXTURE)
+    drawn = Counter(
+        task.prompt("train", i).reference["metadata"]["source_dataset"] for i in range(0, 3000, 5)
+    )
+    assert {name: count / drawn.total() for name, count in drawn.items()} == {
+        "chain_sum": pytest.approx(0.2, abs=0.05),
+        "letter_counting": pytest.approx(0.6, abs=0.06),
+        "spell_backward": pytest.approx(0.2, abs=0.05),
+    }
+
+
+@pytest.mark.slow
+def test_a_mixture_is_the_same_in_every_process() -> None:
+    program = (
+        "import json, sys; from bucketrl.tasks.load import load_task; task = load_task(json.load(sys.stdin));"
+        "print(json.dumps([task.prompt('train', i).messages[-1]['content'] for i in range(40)]))"
+    )
+    settings = {"kind": "reasoning_gym", "mixture": MIXTURE}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    other = subprocess.run(command, input=json.dumps(settings), text=True, capture_output=True, check=True)
+    task = load_task(settings)
+    assert json.loads(other.stdout) == [task.prompt("train", i).messages[-1]["content"] for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([MIXTURE[0], {"dataset": "gcd", "params": {"min_numbers": 0}}], r"task\.params of gcd: min_numbers"),
+        ([MIXTURE[0], {"dataset": "gdc"}], r"no 'gdc'"),
+        ([MIXTURE[0], {"dataset": "word_ladder"}], r"word_ladder.*in every process"),
+        ([MIXTURE[0], {"dataset": "gcd", "params": {"seed": 3}}], r"params\.seed"),
+        ([MIXTURE[0], {"dataset": "gcd", "weight": 0}], r"task\.mixture\.1\.weight"),
+        ([MIXTURE[0], MIXTURE[0]], r"dataset twice.*chain_sum, chain_sum"),
+        ([], r"either dataset .* or mixture"),
+        ([{"dataset": "composite"}], r"written as task\.mixture"),
+    ],
+)
+def test_a_wrong_mixture_names_what_is_wrong(parts: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        mixture(parts)
+
+
+def test_a_mixture_beside_a_dataset_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"either dataset .* or mixture"):
+        mixture(MIXTURE, dataset="gcd")
