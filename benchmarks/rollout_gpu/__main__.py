@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ class Benchmark:
         )
         return replace(settings, stop_token_ids=())
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> AsyncIterator[dict[str, Any]]:
+        """The figures so far, after each part."""
         bare = BareVllm(self._settings)
         try:
             self.say("starting both engines")
@@ -83,13 +85,15 @@ class Benchmark:
             await self._engine.start()
             self._figures["engine_start_s"] = round(time.monotonic() - begun, 1)
             await in_thread(bare.ready)
+            await self._switches()
+            yield self._figures
             throughput = await self._throughput(bare)
+            yield self._figures
         finally:
             bare.close()
-        await self._switches()
         await self._engine.stop()
         await self._mismatch(throughput)
-        return self._figures
+        yield self._figures
 
     async def _throughput(self, bare: BareVllm) -> Fleet:
         groups = self._workload.round_groups
@@ -162,13 +166,22 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="bucketrl-rollout-") as folder, moto_server() as server:
-        benchmark = Benchmark(Workload.of(options.model), Path(folder), server, options)
-        figures = asyncio.run(benchmark.run())
+        asyncio.run(_measure(Benchmark(Workload.of(options.model), Path(folder), server, options), options))
+    return 0
+
+
+async def _measure(benchmark: Benchmark, options: argparse.Namespace) -> None:
+    async for figures in benchmark.run():
+        path = _record(figures, options)
     print()
     for name, value in figures.items():
         print(f"{name:34} {value}")
+    print(f"record: {path}")
+
+
+def _record(figures: dict[str, Any], options: argparse.Namespace) -> Path:
     suffix = "" if options.model == "smollm2" else f"_{options.model.replace('.', 'p').replace('-', '_')}"
-    path = benchmark_record.write(
+    return benchmark_record.write(
         f"rollout_gpu{suffix}",
         figures,
         command=f"python -m benchmarks.rollout_gpu --model {options.model} --rounds {options.rounds} "
@@ -177,8 +190,6 @@ def main() -> int:
         notes=NOTES,
         folder=RESULTS,
     )
-    print(f"record: {path}")
-    return 0
 
 
 NOTES = (

@@ -84,8 +84,8 @@ class Workload:
         if model == "tiny":
             return cls(model, Lengths(median=12, longest=64), 4, 2, 256 << 20, on_cpu=True)
         if model == "smollm2":
-            return cls(model, Lengths(), 256, 32, 24 << 30)
-        return cls(model, Lengths(), 128, 16, 40 << 30)
+            return cls(model, Lengths(), 128, 10, 24 << 30)
+        return cls(model, Lengths(), 128, 7, 40 << 30)
 
     def config(self, model: Path, *, groups: int, staleness: int, seed: int) -> str:
         """The TOML text of a run."""
