@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketrl.kernels.reference import linear_logprob
+from bucketrl.kernels.logprob import linear_logprob as dispatched
+from bucketrl.kernels.reference import IGNORE_INDEX, linear_logprob
 
 N, H, V = 7, 5, 11
 
@@ -115,3 +116,39 @@ def test_no_rows_give_no_values() -> None:
     logprobs, entropy = linear_logprob(empty, weight, torch.empty(0, dtype=torch.int64), 1.0, 4)
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_entropy_gradient_matches_finite_differences() -> None:
+    """17 (trl PR 6625): an entropy bonus must not be silently without effect."""
+    hidden, weight, targets = operands(torch.float64)
+    hidden.requires_grad_()
+    temperature = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
+
+    def both(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprob(h, weight, targets, temperature, 3, softcap=2.5, entropy_grad=True)
+
+    assert torch.autograd.gradcheck(both, (hidden,), fast_mode=True)
+
+
+def test_ignored_rows_and_rows_without_gradient() -> None:
+    hidden, weight, targets = operands(torch.float64)
+    hidden[1], targets[1] = torch.nan, IGNORE_INDEX
+    rows = torch.arange(N) % 3 != 0
+    hidden.requires_grad_()
+    logprobs, entropy = linear_logprob(hidden, weight, targets, 0.7, 3, entropy_grad=True, grad_rows_N=rows)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert float(logprobs[1].detach()) == float(entropy[1].detach()) == 0.0
+    assert (hidden.grad != 0).any(dim=1).tolist() == [False, False, True, False, True, True, False]
+
+
+def test_13_the_same_bits_under_torch_compile() -> None:
+    hidden, weight, targets = operands(torch.float32)
+
+    def call(h: torch.Tensor) -> torch.Tensor:
+        return dispatched(h * 1.5, weight, targets, 0.7)[0] * 2.0
+
+    found, want = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    torch.compile(call, backend="eager")(found).sum().backward()
+    call(want).sum().backward()
+    assert torch.equal(found.grad, want.grad)

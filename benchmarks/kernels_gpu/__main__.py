@@ -1,0 +1,115 @@
+"""python -m benchmarks.kernels_gpu: on one NVIDIA GPU, some 4 minutes. `--quick`: fewer rounds, nothing recorded.
+
+`--tune`: instead, our own ways to cut the output head's work, side by side. Peers that are not installed are left
+out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels_gpu import correctness, head, policy
+from benchmarks.kernels_gpu.peers import PEERS, Peer
+from benchmarks.kernels_gpu.timing import gemm_tflops
+from bucketrl.jobs import benchmark_record
+
+SIZES = (2048, 4096)
+"""Hidden sizes of Qwen3-1.7B and 8B."""
+SLOW_TO_START = ("torch.compile", "CCE", "CCE exact", "verl-style")
+"""Left out of `--quick`."""
+MODES = {"": "", policy.IN_A_GRAPH: "graph_"}
+"""As called, where the host's launches are the time, and without them."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device: this benchmark needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    rounds = 5 if arguments.quick else 15
+    before = gemm_tflops()
+    if arguments.tune:
+        for size in SIZES:
+            head.parts(size, rounds)
+            head.measure(size, rounds, {name: head.planned(plan) for name, plan in head.PLANS.items()})
+        print(f"bf16 GEMM of 8192: {before:.0f} TFLOP/s before, {gemm_tflops():.0f} after")
+        return 0
+    count, failed = correctness.run(arguments.quick)
+    print(f"{count} checks, {failed} failed; {time.monotonic() - start:.0f} s", flush=True)
+    figures: dict[str, Any] = {"checks": count, "checks_failed": failed}
+    peers = {name: peer for name, peer in PEERS.items() if not (arguments.quick and name in SLOW_TO_START)}
+    for section in (partial(_head, peers), _policy):
+        try:
+            figures |= section(rounds)
+        except Exception as error:  # noqa: BLE001 one section that cannot run leaves the other's figures
+            print(f"section left out: {type(error).__name__}: {error}", flush=True)
+            failed += 1
+    figures |= {"gemm_tflops_before": before, "gemm_tflops_after": gemm_tflops()}
+    print("\n" + "\n".join(f"{name:<28} {value:.4g}" for name, value in figures.items()))
+    print(f"{time.monotonic() - start:.0f} s")
+    if not arguments.quick:
+        path = benchmark_record.write(
+            "kernels_gpu",
+            figures,
+            command="python -m benchmarks.kernels_gpu",
+            seeds=[0, 1, 3, 7],
+            notes="Medians of rounds in which all took turns; 32768 rows, vocabulary 151936, bfloat16, forward and "
+            "backward with a frozen head. k1_vs_…: their time over ours, at H 2048. k1_floor_…: 4·N·H·V FLOPs at "
+            "790 TFLOP/s over our time. k1_rms: of log-probabilities against float64, the worst of three regimes. "
+            "k2_vs_…: as called; …_graph: both replayed as CUDA graphs, so that the host costs nothing.",
+            folder=Path(__file__).parents[1] / "results",
+        )
+        print(f"record: {path}")
+    return 1 if failed else 0
+
+
+def _head(peers: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {"k1_rms": max(head.rms(size) for size in SIZES)}
+    for size in SIZES:
+        found = head.measure(size, rounds, {"ours": head.ours, **peers})
+        figures[f"k1_score_ms_{size}"] = head.score_only(size, rounds).median
+        ours = found["ms"]["ours"]
+        figures[f"k1_floor_{size}"] = found["floor_ms"] / ours
+        figures[f"k1_ms_{size}"] = ours
+        trl = [ms for name, ms in found["ms"].items() if name.startswith("TRL")]
+        named = {"trl": min(trl, default=None)} | {
+            key: found["ms"].get(name)
+            for key, name in {
+                "liger_sm90": "Liger SM90",
+                "liger_flce": "Liger FLCE",
+                "prime_rl": "prime-rl-style",
+                "verl": "verl-style",
+                "cce": "CCE exact",
+                "quack": "quack (sum only)",
+                "eager": "torch eager",
+                "compile": "torch.compile",
+            }.items()
+        }
+        suffix = "" if size == SIZES[0] else f"_{size}"
+        figures |= {f"k1_vs_{key}{suffix}": ms / ours for key, ms in named.items() if ms is not None}
+    return figures
+
+
+def _policy(rounds: int) -> dict[str, Any]:
+    found = policy.measure(rounds * 10)
+    figures = {f"k2_{mode}us": found[f"ours{name}"] for name, mode in MODES.items() if f"ours{name}" in found}
+    for name, mode in MODES.items():
+        for peer, key in {"torch eager": "k2_vs_eager", "torch.compile": "k2_vs_compile"}.items():
+            if peer + name in found and f"ours{name}" in found:
+                figures[key + mode.replace("graph_", "_graph")] = found[peer + name] / found[f"ours{name}"]
+    return figures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
+    parser.add_argument("--tune", action="store_true", help="our own plans only, nothing recorded")
+    sys.exit(main(parser.parse_args()))

@@ -1,0 +1,67 @@
+"""`packed_policy_loss` and `group_advantage`: by one kernel on a GPU, by plain torch elsewhere."""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bucketrl.kernels import policy_reference
+from bucketrl.kernels.policy_reference import STATS, Objective
+
+__all__ = ["STATS", "Objective", "group_advantage", "packed_policy_loss"]
+
+
+def packed_policy_loss(
+    logprobs_N: Tensor,
+    behaviour_N: Tensor,
+    advantages_B: Tensor,
+    cu_seqlens: Tensor,
+    norm: float | Tensor,
+    *,
+    mask_N: Tensor | None = None,
+    proximal_N: Tensor | None = None,
+    reference_N: Tensor | None = None,
+    entropy_N: Tensor | None = None,
+    weights_B: Tensor | None = None,
+    objective: Objective,
+) -> tuple[Tensor, Tensor]:
+    """`policy_reference.packed_policy_loss`; the arithmetic of the kernel is float32."""
+    if not isinstance(norm, Tensor):
+        norm = torch.full((), float(norm), device=logprobs_N.device)
+    if not _has_kernel(logprobs_N):
+        return policy_reference.packed_policy_loss(
+            logprobs_N, behaviour_N, advantages_B, cu_seqlens, norm, mask_N=mask_N, proximal_N=proximal_N,
+            reference_N=reference_N, entropy_N=entropy_N, weights_B=weights_B, objective=objective,
+        )  # fmt: skip
+    from bucketrl.kernels import policy_cuda
+
+    results: tuple[Tensor, Tensor] = policy_cuda.packed_policy_loss(
+        logprobs_N,
+        entropy_N,
+        (behaviour_N, advantages_B, cu_seqlens, norm),
+        (mask_N, proximal_N, reference_N, weights_B),
+        objective,
+    )
+    return results
+
+
+def group_advantage(
+    rewards_B: Tensor, cu_groups: Tensor, scale: Literal["none", "group", "batch"] = "none"
+) -> tuple[Tensor, Tensor]:
+    """`policy_reference.group_advantage`, without a wait for the GPU."""
+    if not _has_kernel(rewards_B):
+        return policy_reference.group_advantage(rewards_B, cu_groups, scale)
+    from bucketrl.kernels import policy_cuda
+
+    return policy_cuda.group_advantage(rewards_B, cu_groups, scale)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _triton_is_here()
+
+
+@cache
+def _triton_is_here() -> bool:
+    return torch.version.hip is None and find_spec("triton") is not None

@@ -1,0 +1,279 @@
+"""The Triton kernels of `packed_policy_loss` and `group_advantage`.
+
+Partial sums are added up in a fixed order, so the same input gives the same bits. Nothing is read back by the host.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from bucketrl.kernels.policy_reference import MAX_LOG_RATIO, STATS, STD_EPSILON
+
+REACH = tl.constexpr(MAX_LOG_RATIO)
+EPSILON = tl.constexpr(STD_EPSILON)
+COLUMNS = tl.constexpr(len(STATS))
+
+
+@triton.jit
+def _finite(x):
+    return (x == x) & (tl.abs(x) < float("inf"))
+
+
+@triton.jit
+def _clamped(x):
+    return tl.minimum(tl.maximum(x, -REACH), REACH)
+
+
+@triton.jit
+def _load_live(
+    token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT,
+    HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Everything about each token, 0 where it is not live."""
+    unmasked = inside
+    if HAS_MASK:
+        unmasked = unmasked & (tl.load(MASK + token, mask=inside, other=0) != 0)
+    logp = tl.load(LOGP + token, mask=unmasked, other=0.0)
+    beh = tl.load(BEH + token, mask=unmasked, other=0.0)
+    adv = tl.load(ADV + sequence, mask=unmasked, other=0.0)
+    live = unmasked & _finite(logp) & _finite(beh) & _finite(adv)
+    prox = beh
+    if HAS_PROX:
+        prox = tl.load(PROX + token, mask=unmasked, other=0.0)
+        live = live & _finite(prox)
+    ref = logp
+    if HAS_REF:
+        ref = tl.load(REF + token, mask=unmasked, other=0.0)
+        live = live & _finite(ref)
+    ent = logp
+    if HAS_ENT:
+        ent = tl.load(ENT + token, mask=unmasked, other=0.0)
+        live = live & _finite(ent)
+    weight = tl.where(unmasked, 1.0, 0.0)
+    if HAS_WEIGHT:
+        weight = tl.load(WEIGHT + sequence, mask=unmasked, other=0.0)
+        live = live & _finite(weight)
+    return (
+        unmasked, live, tl.where(live, logp, 0.0), tl.where(live, beh, 0.0), tl.where(live, adv, 0.0),
+        tl.where(live, prox, 0.0), tl.where(live, ref, 0.0), tl.where(live, ent, 0.0), tl.where(live, weight, 0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def sequence_means(
+    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEAN,
+    HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Mean of the clamped log ratio over the live tokens of a sequence; one program a sequence."""
+    sequence = tl.program_id(0)
+    first = tl.load(CU + sequence)
+    stop = tl.load(CU + sequence + 1)
+    total = tl.full((BT,), 0.0, tl.float32)
+    count = tl.full((BT,), 0.0, tl.float32)
+    for start in range(first, stop, BT):
+        token = start + tl.arange(0, BT)
+        _, live, logp, _, _, prox, _, _, _ = _load_live(
+            token, token < stop, tl.full((BT,), 0, tl.int32) + sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT,
+            WEIGHT, HAS_MASK, HAS_PROX, HAS_REF, HAS_ENT, HAS_WEIGHT,
+        )  # fmt: skip
+        total += tl.where(live, _clamped(logp - prox), 0.0)
+        count += tl.where(live, 1.0, 0.0)
+    tl.store(MEAN + sequence, tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0))
+
+
+@triton.jit(do_not_specialize=["N", "B", "steps"])
+def policy_loss(
+    LOGP, BEH, ADV, CU, NORM, MASK, PROX, REF, ENT, WEIGHT, MEAN, GRAD, GRAD_ENT, PART, N, B, steps,
+    clip_low, clip_high, dual_clip, cap, mask_low, mask_high, kl_coef, entropy_coef,
+    KIND: tl.constexpr, KL: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr,
+    HAS_ENT: tl.constexpr, HAS_WEIGHT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's row of partial `STATS`."""
+    block = tl.program_id(0)
+    token = block * BT + tl.arange(0, BT)
+    end = tl.minimum(tl.load(CU + B), N)
+    inside = (token < end) & (token >= tl.load(CU))
+    # The last sequence that begins at or before the token; empty ones are passed over.
+    low = tl.full((BT,), 0, tl.int32)
+    high = tl.full((BT,), 0, tl.int32) + B
+    for _ in range(steps):
+        middle = (low + high) // 2
+        begun = tl.load(CU + middle, mask=inside, other=0) <= token
+        high = tl.where(begun, high, middle)
+        low = tl.where(begun, middle, low)
+    sequence = low
+    unmasked, live, logp, beh, adv, prox, ref, ent, weight = _load_live(
+        token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT,
+        HAS_MASK, HAS_PROX, HAS_REF, HAS_ENT, HAS_WEIGHT,
+    )  # fmt: skip
+    one = tl.where(live, 1.0, 0.0)
+    never = one > 2.0
+
+    x = _clamped(logp - prox)
+    moves = tl.abs(logp - prox) <= REACH
+    if KIND == "gspo":
+        x = tl.load(MEAN + sequence, mask=live, other=0.0)
+    r = tl.exp(x)
+    is_low, is_high, is_dual = never, never, never
+    if (KIND == "ppo") or (KIND == "gspo"):
+        is_low = (r < 1.0 - clip_low) & (adv < 0.0)
+        is_high = (r > 1.0 + clip_high) & (adv > 0.0)
+        gain = tl.where(is_low, (1.0 - clip_low) * adv, tl.where(is_high, (1.0 + clip_high) * adv, r * adv))
+        if HAS_DUAL:
+            is_dual = (r > dual_clip) & (adv < 0.0)
+            gain = tl.where(is_dual, dual_clip * adv, gain)
+        slope = tl.where(is_low | is_high | is_dual | ~moves, 0.0, r * adv)
+    elif KIND == "cispo":
+        is_high = r > 1.0 + clip_high
+        slope = tl.minimum(r, 1.0 + clip_high) * adv
+        gain = slope * logp
+    else:
+        slope = adv
+        gain = adv * logp
+
+    correction = tl.exp(_clamped(prox - beh))
+    is_corrected = never
+    if HAS_BAND:
+        outside = (correction < mask_low) | (correction > mask_high)
+        is_corrected = outside
+    if HAS_CAP:
+        is_corrected = is_corrected | (correction > cap)
+        correction = tl.minimum(correction, cap)
+    if HAS_BAND:
+        correction = tl.where(outside, 0.0, correction)
+    per_token = -correction * gain
+    grad = -correction * slope
+    kl = tl.full((BT,), 0.0, tl.float32)
+    if HAS_REF:
+        d = _clamped(ref - logp)
+        if KL == "k1":
+            kl = -d
+            kl_slope = one
+        elif KL == "k2":
+            kl = d * d * 0.5
+            kl_slope = -d
+        else:
+            kl = tl.exp(d) - d - 1.0
+            kl_slope = 1.0 - tl.exp(d)
+        per_token += kl_coef * kl
+        grad += kl_coef * tl.where(tl.abs(ref - logp) <= REACH, kl_slope, 0.0)
+    norm = tl.load(NORM)
+    scale = tl.where(norm > 0.0, 1.0 / tl.where(norm > 0.0, norm, 1.0), 0.0)
+    if HAS_ENT:
+        per_token += -entropy_coef * ent
+        tl.store(GRAD_ENT + token, -entropy_coef * weight * scale, mask=token < N)
+    tl.store(GRAD + token, tl.where(live, grad * weight * scale, 0.0), mask=token < N)
+
+    drift = _clamped(logp - beh)
+    ratio = tl.exp(drift)
+    out = PART + block * COLUMNS
+    tl.store(out + 0, tl.sum(per_token * weight, 0) * scale)
+    tl.store(out + 1, tl.sum(one, 0))
+    tl.store(out + 2, tl.sum(tl.where(unmasked, 1.0, 0.0), 0) - tl.sum(one, 0))
+    tl.store(out + 3, tl.sum(one * ratio, 0))
+    tl.store(out + 4, tl.sum(one * ratio * ratio, 0))
+    tl.store(out + 5, tl.sum(tl.where(live & is_low, 1.0, 0.0), 0))
+    tl.store(out + 6, tl.sum(tl.where(live & is_high, 1.0, 0.0), 0))
+    tl.store(out + 7, tl.sum(tl.where(live & is_dual, 1.0, 0.0), 0))
+    tl.store(out + 8, tl.sum(tl.where(live & is_corrected, 1.0, 0.0), 0))
+    tl.store(out + 9, tl.sum(one * correction, 0))
+    tl.store(out + 10, tl.sum(-drift * one, 0))
+    tl.store(out + 11, tl.sum((ratio - 1.0 - drift) * one, 0))
+    tl.store(out + 12, tl.sum(kl * one, 0))
+    entropy = 0.0
+    if HAS_ENT:
+        entropy = tl.sum(ent, 0)
+    tl.store(out + 13, entropy)
+    tl.store(out + 14, tl.max(tl.where(live, ratio, 0.0), 0))
+    tl.store(out + 15, tl.min(tl.where(live, ratio, float("inf")), 0))
+
+
+@triton.jit(do_not_specialize=["BLOCKS"])
+def add_blocks(PART, LOSS, STATS_OUT, BLOCKS, BB: tl.constexpr):
+    """Partial rows to one, in order; one program a statistic."""
+    column = tl.program_id(0)
+    total = tl.full((BB,), 0.0, tl.float32)
+    largest = tl.full((BB,), 0.0, tl.float32)
+    smallest = tl.full((BB,), float("inf"), tl.float32)
+    for first in range(0, BLOCKS, BB):
+        block = first + tl.arange(0, BB)
+        value = tl.load(PART + block * COLUMNS + column, mask=block < BLOCKS, other=0.0)
+        total += value
+        largest = tl.maximum(largest, value)
+        smallest = tl.minimum(smallest, tl.where(block < BLOCKS, value, float("inf")))
+    result = tl.sum(total, 0)
+    if column == COLUMNS - 2:
+        result = tl.max(largest, 0)
+    if column == COLUMNS - 1:
+        result = tl.min(smallest, 0)
+        result = tl.where(result < float("inf"), result, 0.0)
+    tl.store(STATS_OUT + column, result)
+    if column == 0:
+        tl.store(LOSS, result)
+
+
+@triton.jit
+def group_moments(REWARDS, CU, MOMENTS, BT: tl.constexpr):
+    """count, sum, min, max, and the sum of squares about the mean of a group's finite rewards."""
+    group = tl.program_id(0)
+    first = tl.load(CU + group)
+    stop = tl.load(CU + group + 1)
+    count, total = 0.0, 0.0
+    smallest, largest = float("inf"), -float("inf")
+    for start in range(first, stop, BT):
+        at = start + tl.arange(0, BT)
+        reward = tl.load(REWARDS + at, mask=at < stop, other=float("nan"))
+        valid = _finite(reward)
+        count += tl.sum(tl.where(valid, 1.0, 0.0), 0)
+        total += tl.sum(tl.where(valid, reward, 0.0), 0)
+        smallest = tl.minimum(smallest, tl.min(tl.where(valid, reward, float("inf")), 0))
+        largest = tl.maximum(largest, tl.max(tl.where(valid, reward, -float("inf")), 0))
+    mean = total / tl.maximum(count, 1.0)
+    squares = 0.0
+    for start in range(first, stop, BT):
+        at = start + tl.arange(0, BT)
+        reward = tl.load(REWARDS + at, mask=at < stop, other=float("nan"))
+        apart = tl.where(_finite(reward), reward - mean, 0.0)
+        squares += tl.sum(apart * apart, 0)
+    out = MOMENTS + group * 4
+    tl.store(out, count)
+    tl.store(out + 1, mean)
+    tl.store(out + 2, squares)
+    tl.store(out + 3, tl.where(smallest < largest, 1.0, 0.0))
+
+
+@triton.jit(do_not_specialize=["G"])
+def group_advantages(
+    REWARDS, CU, MOMENTS, ADV, FLAT, G, BATCH: tl.constexpr, GROUP: tl.constexpr, BT: tl.constexpr
+):
+    """(reward - mean) / divisor of one group; the batch's moments are added up again by every program."""
+    group = tl.program_id(0)
+    first = tl.load(CU + group)
+    stop = tl.load(CU + group + 1)
+    mean = tl.load(MOMENTS + group * 4 + 1)
+    varied = tl.load(MOMENTS + group * 4 + 3)
+    divisor = 1.0
+    if GROUP:
+        count = tl.load(MOMENTS + group * 4)
+        divisor = tl.sqrt(tl.load(MOMENTS + group * 4 + 2) / tl.maximum(count - 1.0, 1.0)) + EPSILON
+    if BATCH:
+        n, total, squares = 0.0, 0.0, 0.0
+        for other in range(0, G):
+            count = tl.load(MOMENTS + other * 4)
+            n += count
+            total += count * tl.load(MOMENTS + other * 4 + 1)
+        centre = total / tl.maximum(n, 1.0)
+        for other in range(0, G):
+            apart = tl.load(MOMENTS + other * 4 + 1) - centre
+            squares += tl.load(MOMENTS + other * 4 + 2) + tl.load(MOMENTS + other * 4) * apart * apart
+        divisor = tl.where(n > 1.0, tl.sqrt(squares / tl.maximum(n - 1.0, 1.0)) + EPSILON, 1.0)
+    tl.store(FLAT + group, tl.where(varied > 0.0, 0, 1).to(tl.int8))
+    for start in range(first, stop, BT):
+        at = start + tl.arange(0, BT)
+        reward = tl.load(REWARDS + at, mask=at < stop, other=0.0)
+        apart = tl.where(_finite(reward), reward - mean, 0.0)
+        tl.store(ADV + at, tl.where(varied > 0.0, apart / divisor, 0.0), mask=at < stop)

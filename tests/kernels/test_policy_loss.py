@@ -1,0 +1,260 @@
+"""The packed policy loss: its definition, and its Triton kernel (interpreted) against the definition in float64.
+
+The numbers in the names are those of the bug reports of other implementations that the case comes from.
+"""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bucketrl.kernels.policy import STATS, Objective, packed_policy_loss
+from bucketrl.kernels.policy_reference import MAX_LOG_RATIO
+
+N = 23
+CU = torch.tensor([0, 4, 4, 15, 21])
+"""Four sequences, the second empty; two tokens of padding."""
+OBJECTIVES = {
+    "ppo": Objective(dual_clip=1.5),
+    "gspo": Objective(kind="gspo", clip_low=3e-2, clip_high=4e-2),
+    "cispo": Objective(kind="cispo", kl_coef=0.1, kl_kind="k1"),
+    "reinforce, all terms": Objective(
+        kind="reinforce", correction_cap=1.2, correction_mask=(0.6, 1.6), kl_coef=0.1, entropy_coef=0.02
+    ),
+    "ppo, k2": Objective(kl_coef=0.5, kl_kind="k2", correction_cap=1.0),
+}
+
+
+def batch(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(N, generator=generator) * scale
+
+    logprobs = -torch.rand(N, generator=generator) * 3
+    return {
+        "logprobs_N": logprobs,
+        "behaviour_N": logprobs + normal(0.4),
+        "advantages_B": torch.tensor([1.0, 5.0, -1.5, 0.7]),
+        "cu_seqlens": CU,
+        "norm": 11.0,
+        "mask_N": torch.rand(N, generator=generator) > 0.3,
+        "proximal_N": logprobs + normal(0.3),
+        "reference_N": logprobs + normal(0.5),
+        "entropy_N": torch.rand(N, generator=generator),
+        "weights_B": torch.tensor([1.0, 1.0, 0.5, 0.25]),
+    }
+
+
+def run(inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace | None = None) -> list[Tensor]:
+    """Loss, statistics, and the gradients in the log-probabilities and entropies."""
+    given = dict(inputs)
+    given["logprobs_N"] = given["logprobs_N"].clone().requires_grad_()
+    entropy = given.get("entropy_N")
+    given["entropy_N"] = entropy = None if entropy is None else entropy.clone().requires_grad_()
+    if kernels is None:
+        loss, stats = packed_policy_loss(**given, objective=objective)
+    else:
+        norm = torch.as_tensor(given["norm"])
+        loss, stats = kernels.policy.packed_policy_loss(
+            given["logprobs_N"],
+            entropy,
+            (given["behaviour_N"], given["advantages_B"], given["cu_seqlens"], norm),
+            tuple(given.get(name) for name in ("mask_N", "proximal_N", "reference_N", "weights_B")),
+            objective,
+        )
+    (loss * 3.0).backward()
+    found = [loss.detach(), stats, given["logprobs_N"].grad]
+    return found if entropy is None else [*found, entropy.grad]
+
+
+def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+def check(inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace) -> list[Tensor]:
+    found, want = run(inputs, objective, kernels), run(in_float64(inputs), objective)
+    for ours, theirs in zip(found, want, strict=True):
+        zero = torch.zeros_like(ours) if theirs is None else theirs
+        torch.testing.assert_close(ours.double(), zero.double(), rtol=2e-6, atol=1e-6)
+    return found
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+class TestKernel:
+    def test_is_the_definition(
+        self, triton_kernels: SimpleNamespace, objective: Objective, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Over several blocks. And 27: an empty sequence, and padding that holds NaN."""
+        monkeypatch.setattr(triton_kernels.policy, "BLOCK", 8)
+        inputs = batch()
+        for name in ("logprobs_N", "behaviour_N", "reference_N"):
+            inputs[name][CU[-1] :] = torch.nan
+        check(inputs, objective, triton_kernels)
+
+    def test_20_21_what_is_masked_or_not_finite_reaches_nothing(
+        self, triton_kernels: SimpleNamespace, objective: Objective
+    ) -> None:
+        inputs = batch()
+        masked = (~inputs["mask_N"]).nonzero()[:, 0]
+        for place, poison in zip(masked, [torch.nan, torch.inf, -torch.inf, -1e10, 1e30] * 2, strict=False):
+            inputs["logprobs_N"][place] = poison
+            inputs["behaviour_N"][place] = -poison
+        live = inputs["mask_N"][: CU[-1]].nonzero()[:, 0]
+        inputs["behaviour_N"][live[0]], inputs["logprobs_N"][live[-1]] = torch.nan, -torch.inf
+        found = check(inputs, objective, triton_kernels)
+        assert all(bool(tensor.isfinite().all()) for tensor in found)
+        assert float(found[1][STATS.index("dropped")]) == 2.0
+        assert bool((found[2][~inputs["mask_N"]] == 0).all())
+
+
+def by_hand(inputs: dict[str, Any], o: Objective) -> tuple[float, list[float]]:
+    """Loss and ∂ loss / ∂ log π, token by token from the formulas; everything live is finite."""
+    bounds = CU.tolist()
+    live = [t for t in range(bounds[-1]) if bool(inputs["mask_N"][t])]
+    get = {name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)}
+    loss, grads = 0.0, [0.0] * N
+    for first, stop, advantage, weight in zip(
+        bounds, bounds[1:], get["advantages_B"], get["weights_B"], strict=False
+    ):
+        tokens = [t for t in live if first <= t < stop]
+        ratios = {t: math.exp(get["logprobs_N"][t] - get["proximal_N"][t]) for t in tokens}
+        if o.kind == "gspo" and tokens:
+            mean = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(tokens))
+            ratios = dict.fromkeys(tokens, mean)
+        for t in tokens:
+            ratio, logprob = ratios[t], get["logprobs_N"][t]
+            bounded = min(max(ratio, 1 - o.clip_low), 1 + o.clip_high)
+            if o.kind in ("ppo", "gspo"):
+                value = min(ratio * advantage, bounded * advantage)
+                slope = ratio * advantage if value == ratio * advantage else 0.0
+                if o.dual_clip is not None and advantage < 0 and value < o.dual_clip * advantage:
+                    value, slope = o.dual_clip * advantage, 0.0
+            else:
+                slope = advantage * (min(ratio, 1 + o.clip_high) if o.kind == "cispo" else 1.0)
+                value = slope * logprob
+            correction = math.exp(get["proximal_N"][t] - get["behaviour_N"][t])
+            if o.correction_mask and not o.correction_mask[0] <= correction <= o.correction_mask[1]:
+                correction = 0.0
+            correction = min(correction, o.correction_cap or math.inf)
+            d = get["reference_N"][t] - logprob
+            kl, kl_slope = {
+                "k1": (-d, 1.0),
+                "k2": (d * d / 2, -d),
+                "k3": (math.exp(d) - d - 1, 1 - math.exp(d)),
+            }[o.kl_kind]
+            entropy = o.entropy_coef * get["entropy_N"][t]
+            loss += weight * (o.kl_coef * kl - correction * value - entropy) / inputs["norm"]
+            grads[t] = weight * (o.kl_coef * kl_slope - correction * slope) / inputs["norm"]
+    return loss, grads
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("seed", range(5))
+def test_the_definition_is_the_formulas(objective: Objective, seed: int) -> None:
+    inputs = in_float64(batch(seed))
+    loss, _, grad, entropy_grad = run(inputs, objective)
+    want, want_grads = by_hand(inputs, objective)
+    assert float(loss) == pytest.approx(want, abs=1e-12)
+    assert (grad / 3.0).tolist() == pytest.approx(want_grads, abs=1e-12)
+    weights_N = torch.tensor([1.0] * 4 + [0.5] * 11 + [0.25] * 6 + [0.0] * 2) * inputs["mask_N"]
+    torch.testing.assert_close(entropy_grad, -3 * objective.entropy_coef * weights_N.double() / 11)
+
+
+def test_11_a_small_importance_weight_scales_the_gradient() -> None:
+    """log π_prox - log μ = log 0.01 everywhere: every gradient is a hundredth."""
+    inputs = in_float64(batch()) | {"reference_N": None, "entropy_N": None}
+    same = inputs | {"behaviour_N": inputs["proximal_N"]}
+    small = inputs | {"behaviour_N": inputs["proximal_N"] - math.log(0.01)}
+    torch.testing.assert_close(run(small, Objective())[2], run(same, Objective())[2] * 0.01)
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_12_any_split_into_micro_batches_has_the_same_gradient(pieces: int) -> None:
+    inputs = in_float64(batch())
+    whole = run(inputs, OBJECTIVES["gspo"])
+    loss, grads = 0.0, []
+    # Between sequences: 0 to 4, 4 to 15 (to 4 and 4 to 4 are empty), 15 to 21.
+    for first, stop in [(0, 1), (1, 4)] if pieces == 2 else [(0, 1), (1, 3), (3, 4)]:
+        begin, end = int(CU[first]), int(CU[stop])
+        part = {
+            name: value[begin:end] if name.endswith("_N") else value for name, value in inputs.items()
+        } | {
+            "cu_seqlens": CU[first : stop + 1] - begin,
+            "advantages_B": inputs["advantages_B"][first:stop],
+            "weights_B": inputs["weights_B"][first:stop],
+        }
+        found = run(part, OBJECTIVES["gspo"])
+        loss += float(found[0])
+        grads.append(found[2])
+    assert loss == pytest.approx(float(whole[0]), abs=1e-12)
+    torch.testing.assert_close(torch.cat(grads), whole[2][: CU[-1]])
+
+
+def test_14_expanded_and_strided_views(triton_kernels: SimpleNamespace) -> None:
+    inputs = batch()
+    plain = run(inputs, Objective(), triton_kernels)
+    strided = {
+        name: value.repeat_interleave(3)[::3] if name.endswith("_N") else value
+        for name, value in inputs.items()
+    }
+    assert all(map(torch.equal, run(strided, Objective(), triton_kernels), plain))
+    everywhere = inputs | {"mask_N": torch.tensor([True]).expand(N)}
+    check(everywhere, Objective(), triton_kernels)
+
+
+def test_an_absurd_ratio_is_clamped_and_gets_no_gradient(triton_kernels: SimpleNamespace) -> None:
+    inputs = {
+        "logprobs_N": torch.tensor([-1.0, -80.0]),
+        "behaviour_N": torch.tensor([-80.0, -1.0]),
+        "advantages_B": torch.tensor([-1.0]),
+        "cu_seqlens": torch.tensor([0, 2]),
+        "norm": 1.0,
+    }
+    found = check(inputs, Objective(clip_low=1.0), triton_kernels)
+    assert found[2].tolist() == [0.0, 0.0]
+    assert float(found[1][STATS.index("ratio_max")]) == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", ["no token", "one token", "all masked", "norm 0", "no sequence"])
+def test_empty_batches_have_loss_zero(triton_kernels: SimpleNamespace, change: str) -> None:
+    inputs = batch()
+    if change == "all masked":
+        inputs["mask_N"] = torch.zeros(N, dtype=torch.bool)
+    elif change == "norm 0":
+        inputs["norm"] = 0.0
+    elif change == "no sequence":
+        inputs |= {
+            "cu_seqlens": torch.tensor([0]),
+            "advantages_B": torch.empty(0),
+            "weights_B": torch.empty(0),
+        }
+    else:
+        count = int(change == "one token")
+        inputs = {name: value[:count] if name.endswith("_N") else value for name, value in inputs.items()}
+        inputs["cu_seqlens"] = CU.clamp(max=count)
+    found = check(inputs, Objective(), triton_kernels)
+    if change != "one token":
+        assert float(found[0]) == float(found[2].abs().sum()) == 0.0
+
+
+def test_13_the_same_bits_under_torch_compile() -> None:
+    inputs = batch()
+    want = packed_policy_loss(**inputs, objective=Objective())[0]
+    compiled = torch.compile(
+        lambda x: packed_policy_loss(**(inputs | {"logprobs_N": x}), objective=Objective())[0],
+        backend="eager",
+    )
+    assert torch.equal(compiled(inputs["logprobs_N"]), want)
+
+
+def test_a_dual_clip_that_clips_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dual_clip is 1\.0"):
+        replace(Objective(), dual_clip=1.0)
