@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from bucketrl.bucket.algorithm_config import complete, contradiction
+
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -102,23 +104,85 @@ class SamplingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """GRPO with a PPO clip around the behaviour policy (design section 5)."""
+    """What is optimised, and how (`docs/algorithms.md`).
 
+    `name` sets the fields from `surrogate` to `entropy_coefficient` (and `filter_zero_variance`) as a paper
+    does; what the file sets besides replaces that. `default` is what the defaults below say: GRPO with a clip
+    around the behaviour policy, neither scaled advantages nor a reference. A field that would have no effect
+    is refused; None is the value of one that does not apply.
+    """
+
+    name: Literal["default", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"] = "default"
     steps: Positive = 100
-    """Optimizer steps; the run ends after them."""
+    """Policy versions to make; the run ends after them."""
     groups_per_step: Positive = 8
     max_staleness: Annotated[int, Field(ge=0)] = 4
     """Bound on `step trained - step sampled`, held by admission; older groups are dropped and counted."""
+    minibatches: Positive = 1
+    """Optimizer updates of one step: its groups in order, in so many parts. With more than one, updates after
+    the first are off policy by themselves; see `proximal`."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    surrogate: Literal["ppo_clip", "cispo", "reinforce"] = "ppo_clip"
+    ratio_level: Literal["token", "sequence"] | None = None
+    """Of the surrogate's ratio; `sequence` is the geometric mean over the completion (GSPO). Default token."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The ratio is clipped below 1 - clip_low. Default 0.2."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """And above 1 + clip_high. Default 0.28; with `cispo`, where it bounds a weight, 4."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds the ratio where the advantage is negative; None does not."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean"] = "group_mean"
+    """What is subtracted from a reward."""
+    advantage_scale: Literal["none", "group_std", "batch_std"] = "none"
+    """What the difference is divided by."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """From a loss per token to one: over all tokens, over completions of means over tokens, or over completions
+    of sums over tokens divided by `sampling.max_tokens`."""
+    overlong_buffer: Fraction = 0.0
+    """The last share of `sampling.max_tokens`, in which the reward falls with the length (DAPO); 0: nowhere."""
+    overlong_penalty: Annotated[float, Field(gt=0)] | None = None
+    """By how much at most. Default 1."""
+    proximal: Literal["none", "recomputed", "interpolated"] = "none"
+    """The policy that the surrogate's ratio is to: none is the behaviour policy itself; else that which the step
+    starts from (decoupled PPO), by a forward pass or guessed from the staleness of each token (AReaL)."""
+    importance_weight: Literal["none", "token", "sequence"] = "none"
+    """Weigh tokens by proximal / behaviour probability (reinforce: policy / behaviour), truncated. `sequence` is
+    the geometric mean over the completion."""
+    importance_cap: Annotated[float, Field(ge=1)] | None = None
+    """Upper bound of the weight. Default 2."""
+    importance_mask: Literal["none", "token", "sequence"] = "none"
+    """Leave out tokens, or whole completions by their geometric mean, whose weight is outside the band below."""
+    importance_mask_low: Annotated[float, Field(ge=0)] | None = None
+    """Default 0.5 by token, 0.99 by sequence."""
+    importance_mask_high: Annotated[float, Field(gt=0)] | None = None
+    """Default 5 by token, 1.01 by sequence."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of the divergence from the base model; above 0 it costs a forward pass with the adapter switched off."""
+    kl_estimator: Literal["k2", "k3"] | None = None
+    """Default k3. k1 is logged with them but is no loss: the mean of its gradient is 0."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Of the bonus for entropy."""
     filter_zero_variance: bool = True
-    """Skip groups whose rewards are all equal: they carry no gradient. Each is named in the commit."""
+    """Skip groups whose rewards are all equal: with a baseline of their own they carry no gradient of the
+    reward (nor do they get one of the KL or the entropy then). Each is named in the commit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_stands_for_choices(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        return complete(settings, {name: field.default for name, field in cls.model_fields.items()})
+
+    @model_validator(mode="after")
+    def _choices_fit_together(self) -> Self:
+        if problem := contradiction(self.model_dump()):
+            raise ValueError(problem)
+        return self
 
 
 class RolloutConfig(Section):
@@ -137,7 +201,15 @@ class LearnerConfig(Section):
     """How the learner batches."""
 
     tokens_per_microbatch: Positive = 8192
-    """Packing budget: tokens per forward pass. Gradients do not depend on it."""
+    """Packing budget: tokens per forward pass, a shared prompt counted once. Gradients do not depend on it."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Compute activations again in the backward pass instead of keeping them: slower, the same gradients. `auto`:
+    only where they would not fit."""
+
+    def largest_microbatch(self, longest: int, total: int) -> int:
+        """Tokens, given those of the longest sequence and of a whole step: a sequence of more than the budget is a
+        micro-batch by itself, and a small step does not fill one."""
+        return min(max(self.tokens_per_microbatch, longest), total)
 
 
 class RunConfig(Section):

@@ -80,22 +80,19 @@ def _engine(config: RunConfig, shape: ModelShape | None, kv_cache_bytes: int | N
 
 
 def _learner(config: RunConfig, shape: ModelShape | None) -> int:
-    """0 if the shape is unknown."""
+    """0 if the shape is unknown. The learner itself measures what it needs once the model is loaded."""
     if shape is None:
         return 0
-    return learner_bytes(
-        shape,
-        dtype_bytes=DTYPE_BYTES[config.model.dtype],
-        rank=config.lora.rank,
-        # A micro-batch of one sequence may be longer than the budget, and a short batch does not fill it.
-        tokens=min(max(config.learner.tokens_per_microbatch, config.rollout.max_model_len), _batch(config)),
-    )
-
-
-def _batch(config: RunConfig) -> int:
-    """Tokens of a step at most."""
-    completions = config.algorithm.groups_per_step * config.sampling.group_size
-    return completions * config.rollout.max_model_len
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    longest = config.rollout.max_model_len
+    step = config.algorithm.groups_per_step * config.sampling.group_size * longest
+    tokens = config.learner.largest_microbatch(longest, step)
+    per_token = shape.activation_bytes_per_token(dtype_bytes)
+    if config.learner.activation_checkpointing is not False:
+        # The input of each block, and all of the one that is computed again.
+        per_token = per_token // shape.layers + shape.layers * shape.hidden * dtype_bytes
+    resident = learner_bytes(shape, dtype_bytes=dtype_bytes, rank=config.lora.rank, tokens=0)
+    return resident + tokens * per_token
 
 
 def _check(what: str, needed: int) -> str:

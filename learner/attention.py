@@ -2,18 +2,45 @@
 
 A block-causal mask over T packed tokens costs T² work however short the sequences are; one call per
 sequence costs the sum of their squares (measured on one CPU core, 320 sequences of 25 tokens, tiny
-model, forward and backward: 0.5 s instead of 10.4 s).
+model, forward and backward: 0.5 s instead of 10.4 s). On a GPU one call of a variable-length kernel does
+the same work for all of them: `attention_varlen.py`.
 """
 
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from bucketrl.learner.attention_varlen import VarlenLayout, varlen_function
+from bucketrl.learner.packing import Segment
+
+logger = logging.getLogger(__name__)
+
 NAME = "bucketrl_packed"
-"""Value of `attn_implementation`. Calls of such a model must pass `segment_lengths`."""
+"""Value of `attn_implementation`. Calls of such a model must pass `layout`."""
+PROBE_TOLERANCE = 0.03
+"""Of outputs and gradients, relative to their norm; bfloat16 rounding is 0.004, a misplaced mask 0.3 and more."""
+
+
+class Layout(Protocol):
+    """Which token of a micro-batch sees which: made once, used by every layer."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """query [1, heads, T, head_dim], key and value [1, kv heads, T, head_dim] to [1, T, heads, head_dim].
+
+        `window`: tokens that a token sees, itself included; None is all before it.
+        """
+        ...
+
+
+MakeLayout = Callable[[Sequence[Segment]], Layout]
 
 
 def packed_attention(
@@ -23,35 +50,112 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segment_lengths: tuple[int, ...],
+    layout: Layout,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each segment, none across.
+    """Causal attention inside each segment and to its prefix. No attention weights are returned."""
+    return layout.attend(query, key, value, scaling, sliding_window), None
 
-    query: [1, heads, T, head_dim]; key, value: [1, key-value heads, T, head_dim]. `segment_lengths` sum to
-    T. `sliding_window`: tokens that a token sees, itself included; None is all before it.
-    Returns [1, T, heads, head_dim] and no attention weights.
-    """
-    outputs = []
-    split = (torch.split(tensor, list(segment_lengths), dim=2) for tensor in (query, key, value))
-    for q, k, v in zip(*split, strict=True):
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+
+class SdpaLayout:
+    """One call per segment: in every type, on every device, bit for bit the same on CPU."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self._segments = segments
+        self._lengths = [segment.length for segment in segments]
+        self._device = device
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        # One split, whose backward is one concatenation; a slice's would be T tokens for each segment.
+        queries, keys, values = (torch.split(each, self._lengths, dim=2) for each in (query, key, value))
+        outputs = []
+        for (_, prefix), q, k, v in zip(self._segments, queries, keys, values, strict=True):
+            before = 0
+            if prefix is not None:
+                before = self._lengths[prefix]
+                k, v = torch.cat([keys[prefix], k], dim=2), torch.cat([values[prefix], v], dim=2)
+            mask = self._mask(q.shape[2], before, window)
+            outputs.append(
+                scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+                )
             )
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+    def _mask(self, length: int, before: int, window: int | None) -> Tensor | None:
+        """[length, before + length], True where a query (row) sees a key; None where plain causality says all."""
+        if before == 0 and (window is None or length <= window):
+            return None
+        found = self._masks.get((length, before, window))
+        if found is None:
+            places = torch.arange(before + length, device=self._device)
+            distance = places[before:, None] - places[None, :]
+            found = (distance >= 0) & (distance < (window or before + length))
+            self._masks[length, before, window] = found
+        return found
+
+
+def choose(text_config: Any, device: torch.device, dtype: torch.dtype) -> MakeLayout:
+    """The fastest attention that this machine is seen to do right, for a model of transformers' `text_config`."""
+    sdpa = partial(SdpaLayout, device=device)
+    if device.type != "cuda":
+        return sdpa
+    heads = int(text_config.num_attention_heads)
+    kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(text_config, "head_dim", None) or text_config.hidden_size // heads)
+    windows = (None, 24) if getattr(text_config, "sliding_window", None) else (None,)
+    try:
+        varlen = partial(VarlenLayout, device=device, function=varlen_function())
+        error = max(probe(varlen, heads, kv_heads, head_dim, window, device, dtype) for window in windows)
+    except (ImportError, RuntimeError, TypeError, ValueError) as problem:
+        logger.warning("no variable-length attention (%s): one call per sequence, which is slower", problem)
+        return sdpa
+    if not error <= PROBE_TOLERANCE:
+        logger.warning(
+            "variable-length attention is wrong here (by %.2g): one call per sequence instead", error
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+        return sdpa
+    logger.info("attention: all sequences of a micro-batch in one call")
+    return varlen
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length], True where a query (row) sees a key; None where plain causality says it all."""
-    if window is None or length <= window:
-        return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (distance >= 0) & (distance < window)
+def probe(
+    make: MakeLayout,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    """The largest relative error of `make`'s layouts against float32 SDPA: of the output and of the gradients of
+    query, key and value, for segments of one token and of many, with a prefix and without."""
+    segments = (Segment(40), Segment(1, 0), Segment(33, 0), Segment(1), Segment(70), Segment(17, 0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(segment.length for segment in segments)
+    draw = [torch.randn(1, n, tokens, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads)]
+    upstream = torch.randn(1, tokens, heads, head_dim, generator=generator).to(device, dtype)
+    found, want = (
+        _results(
+            layout(segments), [each.to(device, dtype).to(kind) for each in draw], upstream.to(kind), window
+        )
+        for layout, kind in ((make, dtype), (partial(SdpaLayout, device=device), torch.float32))
+    )
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
+
+
+def _results(
+    layout: Layout, inputs: Sequence[Tensor], upstream: Tensor, window: int | None
+) -> tuple[Tensor, ...]:
+    """Output and gradients."""
+    query, key, value = leaves = [each.requires_grad_() for each in inputs]
+    output = layout.attend(query, key, value, None, window)
+    return (output.detach(), *torch.autograd.grad(output, leaves, upstream))
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -1,9 +1,11 @@
 """What a step's commit says about it: plain finite numbers, computed in float64 after the fact. Pure.
 
-A metric that cannot be measured in a step (no token of the newest version, a task without `correct`) is
-absent, never 0. Ratios are those before clipping: clipped ones always look healthy.
+A metric that cannot be measured in a step (no token of the newest version, a task without `correct`, no
+importance weight) is absent, never 0. Ratios and weights are those before clipping, truncation and masks:
+what is left afterwards always looks healthy. `docs/algorithms.md` explains every name.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,66 +13,153 @@ import numpy as np
 import numpy.typing as npt
 
 from bucketrl.bucket.config import AlgorithmConfig
+from bucketrl.learner.advantages import deviation
 from bucketrl.learner.losses import MAX_LOG_RATIO
 from bucketrl.learner.select import Candidate, SkipReason
 
 Array = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.floating]
+
+NOT_BY_LAG = ("log_ratio_max_abs", "weight_min")
+"""Metrics of tokens that are not repeated for each lag."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
     """Of the N loss tokens of one micro-batch, each [N]. Log-probabilities and entropy in nats."""
 
-    logprobs: npt.NDArray[np.float32]
-    """Under the policy that the step starts from."""
-    entropy: npt.NDArray[np.float32]
+    logprobs: Floats
+    """Under the policy that the update starts from."""
+    entropy: Floats
     """Of that policy at the token."""
-    behaviour_logprobs: npt.NDArray[np.float32]
-    advantages: npt.NDArray[np.float32]
+    behaviour_logprobs: Floats
+    advantages: Floats
     versions: npt.NDArray[np.int64]
+    log_ratio: Floats
+    """Of the surrogate: to the proximal policy if there is one, at the algorithm's level."""
+    start_logprobs: Floats | None = None
+    """Under the policy that the step starts from; None where an earlier update has moved it and nothing was
+    recomputed."""
+    reference_logprobs: Floats | None = None
+    """Under the base model; None without a divergence."""
+    log_weight: Floats | None = None
+    """Of the importance weight at its level, raw; None without one."""
+    masked: npt.NDArray[np.bool_] | None = None
+    """By the importance mask; None without one."""
 
 
 def token_metrics(
     statistics: Sequence[TokenStatistics], *, step: int, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Over the loss tokens of step `step`, which starts from policy version step - 1.
-
-    With x = log π - log μ and w = eˣ (|x| clamped as in the loss): `ratio_*` of w; `ess` = (Σw)² / (n·Σw²);
-    `kl_k1` = mean(-x) and `kl_k3` = mean(eˣ - 1 - x), estimators of KL(μ‖π)
-    (joschu.net/blog/kl-approx.html); `clip_fraction_*`: the share of tokens whose gradient the clip
-    cancels; `logprob_mismatch_*`: |x| over tokens sampled by the very version that the step starts from,
-    where only numerical differences between engine and learner are left.
-    """
-    fields = ("logprobs", "entropy", "behaviour_logprobs", "advantages")
-    logprobs, entropy, behaviour, advantages = (
-        np.concatenate([getattr(part, name) for part in statistics]).astype(np.float64) for name in fields
-    )
+    """Over the loss tokens of step `step`, which starts from policy version step - 1: over all of them, and
+    with the suffix `_lag_<n>` over those of version step - 1 - n."""
     lag = (step - 1) - np.concatenate([part.versions for part in statistics])
-    difference: Array = logprobs - behaviour
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in statistics]).astype(np.float64)
+        for name in TokenStatistics.__slots__
+        if name not in ("versions", "start_logprobs") and getattr(statistics[0], name) is not None
+    }
+    metrics = {"loss_tokens": float(len(lag)), "staleness_mean": float(lag.mean())}
+    metrics |= {"staleness_max": float(lag.max())} | _over(columns, algorithm)
+    for value, count in zip(*np.unique(lag, return_counts=True), strict=True):
+        metrics[f"tokens_lag_{value}"] = float(count)
+        of_lag = _over({name: column[lag == value] for name, column in columns.items()}, algorithm)
+        metrics |= {
+            f"{name}_lag_{value}": measured for name, measured in of_lag.items() if name not in NOT_BY_LAG
+        }
+    return metrics | _mismatch(statistics, step)
+
+
+def _over(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, float]:
+    difference = tokens["logprobs"] - tokens["behaviour_logprobs"]
     log_ratio = difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio: Array = np.exp(log_ratio)
     metrics = {
-        "loss_tokens": float(len(ratio)),
-        "entropy": float(entropy.mean()),
+        "entropy": float(tokens["entropy"].mean()),
         "ratio_mean": float(ratio.mean()),
         "ratio_min": float(ratio.min()),
         "ratio_max": float(ratio.max()),
         "log_ratio_max_abs": float(np.abs(difference).max()),
-        "ess": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        "ess": _effective_sample_size(ratio),
         "kl_k1": float(-log_ratio.mean()),
         "kl_k3": float((ratio - 1.0 - log_ratio).mean()),
-        "clip_fraction_low": float(((advantages < 0) & (ratio < 1.0 - algorithm.clip_low)).mean()),
-        "clip_fraction_high": float(((advantages > 0) & (ratio > 1.0 + algorithm.clip_high)).mean()),
-        "staleness_mean": float(lag.mean()),
-        "staleness_max": float(lag.max()),
     }
-    for value, count in zip(*np.unique(lag, return_counts=True), strict=True):
-        metrics[f"tokens_lag_{value}"] = float(count)
-    mismatch = np.abs(difference[lag == 0])
-    if len(mismatch):
-        metrics["logprob_mismatch_mean"] = float(mismatch.mean())
-        metrics["logprob_mismatch_max"] = float(mismatch.max())
+    metrics |= _clip_fractions(tokens["advantages"], np.exp(tokens["log_ratio"]), algorithm)
+    if "log_weight" in tokens:
+        assert algorithm.importance_cap is not None
+        weight: Array = np.exp(tokens["log_weight"])
+        metrics |= {
+            "weight_mean": float(weight.mean()),
+            "weight_min": float(weight.min()),
+            "weight_max": float(weight.max()),
+            "weight_ess": _effective_sample_size(weight),
+            "weight_truncated_fraction": float((weight > algorithm.importance_cap).mean()),
+        }
+    if "masked" in tokens:
+        metrics["weight_masked_fraction"] = float(tokens["masked"].mean())
+    if "reference_logprobs" in tokens:
+        over_base = (tokens["logprobs"] - tokens["reference_logprobs"]).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        metrics |= {
+            "kl_reference_k1": float(over_base.mean()),
+            "kl_reference_k2": float((over_base**2 / 2).mean()),
+            "kl_reference_k3": float((np.expm1(-over_base) + over_base).mean()),
+        }
     return metrics
+
+
+def _clip_fractions(advantages: Array, ratio: Array, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Shares of the tokens whose gradient the clip cancels; with CISPO, whose weight it bounds."""
+    if algorithm.clip_high is None:
+        return {}
+    above = ratio > 1.0 + algorithm.clip_high
+    if algorithm.clip_low is None:
+        return {"clip_fraction_high": float(above.mean())}
+    metrics = {
+        "clip_fraction_low": float(((advantages < 0) & (ratio < 1.0 - algorithm.clip_low)).mean()),
+        "clip_fraction_high": float(((advantages > 0) & above).mean()),
+    }
+    if algorithm.dual_clip is not None:
+        metrics["clip_fraction_dual"] = float(((advantages < 0) & (ratio > algorithm.dual_clip)).mean())
+    return metrics
+
+
+def _effective_sample_size(weight: Array) -> float:
+    """(Σw)² / (n·Σw²), in (0, 1]."""
+    return float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
+
+
+def _mismatch(statistics: Sequence[TokenStatistics], step: int) -> dict[str, float]:
+    """log π - log μ of tokens sampled by the very version that the step starts from: what engine and learner
+    disagree about. A mean that is not near 0 says that the engine's distribution is another one."""
+    found = [
+        (part.start_logprobs.astype(np.float64) - part.behaviour_logprobs)[part.versions == step - 1]
+        for part in statistics
+        if part.start_logprobs is not None
+    ]
+    difference = np.concatenate(found) if found else np.empty(0)
+    if not len(difference):
+        return {}
+    return {
+        "logprob_mismatch_mean": float(np.abs(difference).mean()),
+        "logprob_mismatch_max": float(np.abs(difference).max()),
+        "logprob_mismatch_bias": float(difference.mean()),
+    }
+
+
+def batch_metrics(
+    rewards: Sequence[Sequence[float]], advantages: Sequence[Sequence[float]], *, dropped: int
+) -> dict[str, float]:
+    """Over the completions of the groups that the step trains on. `rewards` are those that the advantages were
+    made from; `dropped` completions had behaviour log-probabilities that are not finite."""
+    flat = [advantage for group in advantages for advantage in group]
+    return {
+        "advantage_std": deviation(flat),
+        "advantage_min": min(flat),
+        "advantage_max": max(flat),
+        "groups_without_advantage": float(sum(not any(group) for group in advantages)),
+        "rewards_not_finite": float(sum(not math.isfinite(reward) for group in rewards for reward in group)),
+        "completions_dropped_not_finite": float(dropped),
+    }
 
 
 def group_metrics(
@@ -82,18 +171,23 @@ def group_metrics(
     wrong, a policy that gets better would show a flat curve. `reward_std` is that of the population.
     """
     everyone = [*trained, *(candidate for candidate, _ in skipped)]
-    rewards = np.array([reward for candidate in everyone for reward in candidate.rewards])
+    completions = sum(len(candidate.rewards) for candidate in everyone)
     metrics = {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_mean_trained": float(np.mean([r for candidate in trained for r in candidate.rewards])),
-        "truncation_rate": sum(candidate.truncated for candidate in everyone) / len(rewards),
+        "truncation_rate": sum(candidate.truncated for candidate in everyone) / completions,
         "groups_trained": float(len(trained)),
         "groups_skipped": float(len(skipped)),
         "groups_skipped_zero_variance": float(sum(reason == "zero_variance" for _, reason in skipped)),
         "groups_skipped_stale": float(sum(reason == "stale" for _, reason in skipped)),
     }
+    if rewards := _finite_rewards(everyone):
+        metrics |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    if rewards := _finite_rewards(trained):
+        metrics["reward_mean_trained"] = float(np.mean(rewards))
     correct = [candidate.completed_correct for candidate in everyone]
     if None not in correct:
-        metrics["completed_correct_mean"] = sum(filter(None, correct)) / len(rewards)
+        metrics["completed_correct_mean"] = sum(filter(None, correct)) / completions
     return metrics
+
+
+def _finite_rewards(candidates: Sequence[Candidate]) -> list[float]:
+    return [r for candidate in candidates for r in candidate.rewards if math.isfinite(r)]

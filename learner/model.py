@@ -1,7 +1,7 @@
 """The policy: a frozen base model with a trained LoRA adapter, read on packed micro-batches."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,20 @@ from transformers import AutoModelForCausalLM
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
-from bucketrl.kernels.reference import linear_logprob
-from bucketrl.learner import attention
-from bucketrl.learner.packing import MicroBatch
+from bucketrl.kernels.logprob import EAGER_LOGITS_BYTES, linear_logprob
+from bucketrl.learner import activations, attention
+from bucketrl.learner.attention_varlen import gather_rows
+from bucketrl.learner.packing import MicroBatch, Segment
 
 logger = logging.getLogger(__name__)
 
-LOGIT_CHUNK_BYTES = 64 << 20
-"""Size of the float32 logits that exist at once."""
 SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats, mean absolute difference between our forward pass and the model's own."""
+HEAD_BYTES = {"cpu": 3 * EAGER_LOGITS_BYTES, "cuda": 2 << 30}
+"""Work space of the head: logits, and what is made from them."""
+MEASURED_PROMPT, MEASURED_COMPLETION = 32, 8
+"""Lengths in the group whose forward pass shows what a token takes in memory. Attention keeps the keys of a prompt
+for each completion: the shorter completions are beside their prompt, the more a token takes."""
 
 
 class PolicyModel:
@@ -33,7 +37,9 @@ class PolicyModel:
         self._causal: Any = peft_model.get_base_model()
         self._decoder = self._causal.get_decoder()
         self._head = _head(self._causal)
-        self._chunk = max(1, LOGIT_CHUNK_BYTES // (4 * self._head.weight.shape[0]))
+        self._make_layout = attention.choose(
+            self._causal.config.get_text_config(), device, self._head.weight.dtype
+        )
         self.config = config
         self.device = device
         self.vocab_size = int(
@@ -75,26 +81,28 @@ class PolicyModel:
         lora.base_model_name_or_path = config.model.id
         policy = cls(peft_model, config, device)
         policy._check_forward()
+        policy._fit_memory()
         return policy
 
-    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: MicroBatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """log π of every loss token at the run's sampling temperature, and the policy's entropy there.
 
-        Both [N] float32, in nats; the first is differentiable in the adapter's parameters.
+        Both [N] float32, in nats; the first is differentiable in the adapter's parameters, the second if
+        `entropy_grad`.
         """
         input_ids, position_ids, rows, targets = (
             torch.from_numpy(array).to(self.device)
             for array in (batch.input_ids, batch.position_ids, batch.rows, batch.targets)
         )
-        hidden_NH = self._hidden(input_ids, position_ids, batch.lengths)[rows]
-        return self._linear_logprob(hidden_NH, targets, self.config.sampling.temperature)
+        hidden_NH = gather_rows(self._hidden(input_ids, position_ids, batch.segments), rows)
+        return self._linear_logprob(hidden_NH, targets, self.config.sampling.temperature, entropy_grad)
 
     @torch.no_grad()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """[len - 1] log-probability of token i + 1 given 0..i, at temperature 1."""
         ids = torch.tensor(token_ids, device=self.device)
         length = len(ids) - 1
-        hidden_TH = self._hidden(ids[:-1], torch.arange(length, device=self.device), (length,))
+        hidden_TH = self._hidden(ids[:-1], torch.arange(length, device=self.device), (Segment(length),))
         logprobs, _ = self._linear_logprob(hidden_TH, ids[1:], temperature=1.0)
         return [float(value) for value in logprobs]
 
@@ -109,21 +117,49 @@ class PolicyModel:
         # The embeddings are frozen; "auto" would look for them on the hub.
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """[T] to [T, H], after the final norm."""
         output = self._decoder(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             use_cache=False,
-            segment_lengths=lengths,
+            layout=self._make_layout(segments),
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def _linear_logprob(
-        self, hidden_NH: Tensor, targets: Tensor, temperature: float
+        self, hidden_NH: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        return linear_logprob(hidden_NH, self._head.weight, targets, temperature, self._chunk)
+        return linear_logprob(hidden_NH, self._head.weight, targets, temperature, entropy_grad=entropy_grad)
+
+    def _fit_memory(self) -> None:
+        """Switches activation checkpointing on where it is configured, or the device's memory needs it.
+
+        Raises UserError if the largest micro-batch does not fit.
+        """
+        config = self.config
+        group_size = config.sampling.group_size
+        longest = config.rollout.max_model_len
+        step = config.algorithm.groups_per_step * group_size * longest
+        tokens = config.learner.largest_microbatch(longest, step)
+        segments = (Segment(MEASURED_PROMPT), *[Segment(MEASURED_COMPLETION, 0)] * group_size)
+        places = torch.arange(MEASURED_PROMPT + MEASURED_COMPLETION, device=self.device)
+        places = torch.cat([places[:MEASURED_PROMPT], places[MEASURED_PROMPT:].repeat(group_size)])
+        hidden_size = self._head.weight.shape[1]
+        footprint = activations.measure(
+            self._peft,
+            lambda: self._hidden(places % self.vocab_size, places, segments),
+            measured_tokens=len(places),
+            tokens=tokens,
+            hidden_bytes=hidden_size * self._head.weight.element_size(),
+        )
+        # The head keeps its derivative and makes the gradient from it, at most in float32.
+        head = tokens * hidden_size * 8 + HEAD_BYTES[self.device.type]
+        memory, where = activations.device_memory(self.device)
+        setting = config.learner.activation_checkpointing
+        if activations.decide(footprint, setting, head=head, tokens=tokens, memory=memory, where=where):
+            activations.checkpoint_blocks(self._decoder)
 
     @torch.no_grad()
     def _check_forward(self) -> None:
@@ -135,9 +171,16 @@ class PolicyModel:
         logits = self._causal(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
         self._causal.set_attn_implementation(attention.NAME)
         want = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
-        positions = torch.arange(count, device=self.device)
-        twice_TH = self._hidden(ids.repeat(2), positions.repeat(2), (count, count))
-        found, _ = self._linear_logprob(twice_TH[count:-1], ids[1:], temperature=1.0)
+        places = torch.arange(count, device=self.device)
+        half = count // 2
+        own = count - half
+        packed_TH = self._hidden(
+            torch.cat([ids, ids[half:]]),
+            torch.cat([places, places[half:]]),
+            (Segment(half), Segment(own, 0), Segment(own, 0)),
+        )
+        last_TH = torch.cat([packed_TH[:half], packed_TH[-own:]])
+        found, _ = self._linear_logprob(last_TH[:-1], ids[1:], temperature=1.0)
         difference = float((found - want).abs().mean())
         if not difference <= SELF_CHECK_TOLERANCE[self.config.model.dtype]:
             raise UserError(

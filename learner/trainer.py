@@ -1,15 +1,25 @@
-"""One optimizer step on one batch of groups."""
+"""One step on one batch of groups: one optimizer update, or several in a row."""
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import groupby, pairwise
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from bucketrl.bucket.errors import IntegrityError
 from bucketrl.bucket.trajectories import TrajectoryGroup
-from bucketrl.learner import losses, packing
-from bucketrl.learner.metrics import TokenStatistics, token_metrics
+from bucketrl.learner import packing
+from bucketrl.learner.advantages import batch_advantages, overlong_penalty
+from bucketrl.learner.metrics import TokenStatistics, batch_metrics, token_metrics
 from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.objective import Denominators, Samples, aggregate, token_loss
 from bucketrl.learner.optimizer import Optimizer, learning_rate
+from bucketrl.learner.packing import MicroBatch, TokenSequence
 from bucketrl.learner.parts import Stopped
 
 
@@ -22,6 +32,7 @@ class Trainer:
         self._policy = policy
         self._optimizer = optimizer
         self._algorithm = policy.config.algorithm
+        self._max_tokens = policy.config.sampling.max_tokens
         self._budget = policy.config.learner.tokens_per_microbatch
         self._clock = clock
 
@@ -30,40 +41,149 @@ class Trainer:
     ) -> dict[str, float]:
         """Moves the policy from version `step - 1` to `step`; returns the metrics of the tokens.
 
-        Raises Stopped between two micro-batches, with the policy unchanged, once `stopping()` is true.
+        Raises Stopped between two micro-batches, with the policy unchanged, once `stopping()` is true: the
+        updates of the step that were already made are undone. Raises IntegrityError if no completion can be
+        trained on.
         """
         started = self._clock()
-        items = packing.sequences(groups)
-        loss_tokens = sum(len(item.targets) for item in items)
-        self._optimizer.zero_grad()
-        statistics = []
-        for batch in packing.pack(items, self._budget):
-            if stopping():
-                raise Stopped(f"asked to stop in step {step}, before its end")
-            statistics.append(self._accumulate(batch, loss_tokens))
-        gradient_norm = self._optimizer.step(step)
-        tokens = sum(len(item.input_ids) for item in items)
-        return token_metrics(statistics, step=step, algorithm=self._algorithm) | {
-            "grad_norm": gradient_norm,
-            "learning_rate": learning_rate(self._algorithm, step),
-            "tokens": float(tokens),
-            "tokens_per_second": tokens / max(1e-9, self._clock() - started),
-        }
-
-    def _accumulate(self, batch: packing.MicroBatch, loss_tokens: int) -> TokenStatistics:
-        """Adds the micro-batch's gradient to the parameters'."""
-        device = self._policy.device
-        logprobs, entropy = self._policy.logprobs(batch)
-        behaviour, advantages = (
-            torch.from_numpy(array).to(device) for array in (batch.behaviour_logprobs, batch.advantages)
+        rewards = [[self._reward(t.reward, t.loss_mask) for t in group.trajectories] for group in groups]
+        advantages = batch_advantages(rewards, self._algorithm.baseline, self._algorithm.advantage_scale)
+        sequences = packing.sequences(groups, advantages)
+        kept = [item for item in sequences if np.isfinite(item.behaviour_logprobs).all()]
+        if not kept:
+            raise IntegrityError(f"step {step}: no completion has finite behaviour log-probabilities")
+        updates = _parts(kept, self._algorithm.minibatches)
+        statistics: list[TokenStatistics] = []
+        norms: list[float] = []
+        with self._optimizer.atomic() if len(updates) > 1 else nullcontext():
+            batches = [packing.pack(items, self._budget) for items in updates]
+            starts = self._start_logprobs(batches, step, stopping)
+            for update, items in enumerate(updates):
+                denominators = Denominators(
+                    loss_tokens=sum(len(item.targets) for item in items),
+                    sequences=len(items),
+                    max_tokens=self._max_tokens,
+                )
+                self._optimizer.zero_grad()
+                for batch, start in zip(batches[update], starts[update], strict=True):
+                    _check(stopping, step)
+                    statistics.append(
+                        self._accumulate(batch, step, denominators, start, is_start=update == 0)
+                    )
+                norms.append(self._optimizer.step(step, update))
+        tokens = sum(len(item.input_ids) for item in kept)
+        return (
+            token_metrics(statistics, step=step, algorithm=self._algorithm)
+            | batch_metrics(rewards, advantages, dropped=len(sequences) - len(kept))
+            | {
+                "grad_norm": max(norms),
+                "learning_rate": learning_rate(self._algorithm, step),
+                "updates": float(len(updates)),
+                "tokens": float(tokens),
+                "tokens_per_second": tokens / max(1e-9, self._clock() - started),
+            }
         )
-        log_ratio = losses.log_ratio(logprobs, behaviour)
-        loss = losses.ppo_clip(log_ratio, advantages, self._algorithm.clip_low, self._algorithm.clip_high)
-        losses.token_mean(loss, loss_tokens).backward()  # type: ignore[no-untyped-call]
+
+    def _reward(self, reward: float, loss_mask: Sequence[bool]) -> float:
+        algorithm = self._algorithm
+        if algorithm.overlong_penalty is None:
+            return reward
+        return reward + overlong_penalty(
+            sum(loss_mask), self._max_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
+        )
+
+    def _start_logprobs(
+        self, batches: Sequence[Sequence[MicroBatch]], step: int, stopping: Callable[[], bool]
+    ) -> list[list[Tensor | None]]:
+        """For a recomputed proximal policy: the log-probabilities before the first update, which needs none."""
+        starts: list[list[Tensor | None]] = [[None] * len(of_update) for of_update in batches]
+        if self._algorithm.proximal != "recomputed":
+            return starts
+        for update, of_update in enumerate(batches[1:], start=1):
+            for index, batch in enumerate(of_update):
+                _check(stopping, step)
+                starts[update][index] = self._logprobs(batch)
+        return starts
+
+    @torch.no_grad()
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        return self._policy.logprobs(batch)[0]
+
+    def _accumulate(
+        self,
+        batch: MicroBatch,
+        step: int,
+        denominators: Denominators,
+        start: Tensor | None,
+        *,
+        is_start: bool,
+    ) -> TokenStatistics:
+        """Adds the micro-batch's gradient to the parameters'. `is_start`: the step has changed nothing yet."""
+        reference = None
+        if self._algorithm.kl_coefficient > 0:
+            with self._policy.base_only():
+                reference = self._logprobs(batch)
+        samples = self._samples(batch, step, start, reference)
+        with_entropy = self._algorithm.entropy_coefficient > 0
+        logprobs, entropy = self._policy.logprobs(batch, entropy_grad=with_entropy)
+        made = token_loss(self._algorithm, logprobs, entropy, samples)
+        loss = aggregate(self._algorithm, made.loss, samples, denominators)
+        loss.backward()  # type: ignore[no-untyped-call]
         return TokenStatistics(
-            logprobs=logprobs.detach().cpu().numpy(),
-            entropy=entropy.cpu().numpy(),
+            logprobs=_numpy(logprobs),
+            entropy=_numpy(entropy),
             behaviour_logprobs=batch.behaviour_logprobs,
             advantages=batch.advantages,
             versions=batch.versions,
+            log_ratio=_numpy(made.log_ratio),
+            start_logprobs=_if_there(logprobs if is_start else start),
+            reference_logprobs=_if_there(reference),
+            log_weight=_if_there(made.log_weight),
+            masked=_if_there(made.masked),
         )
+
+    def _samples(
+        self, batch: MicroBatch, step: int, start: Tensor | None, reference: Tensor | None
+    ) -> Samples:
+        _, sequence, lengths = np.unique(batch.sequence_ids, return_inverse=True, return_counts=True)
+        behaviour, advantages, lag, sequence_N, lengths_S = (
+            torch.from_numpy(array).to(self._policy.device)
+            for array in (
+                batch.behaviour_logprobs,
+                batch.advantages,
+                (step - 1) - batch.versions,
+                sequence,
+                lengths,
+            )
+        )
+        return Samples(
+            behaviour_logprobs=behaviour,
+            advantages=advantages,
+            lag=lag,
+            sequence=sequence_N,
+            lengths=lengths_S,
+            start_logprobs=start,
+            reference_logprobs=reference,
+        )
+
+
+def _parts(items: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
+    """Whole groups in order, in `count` parts of about as many groups each; fewer if there are fewer groups."""
+    groups = [list(members) for _, members in groupby(items, key=lambda item: item.group)]
+    count = min(count, len(groups))
+    bounds = [len(groups) * part // count for part in range(count + 1)]
+    return [[item for group in groups[a:b] for item in group] for a, b in pairwise(bounds)]
+
+
+def _check(stopping: Callable[[], bool], step: int) -> None:
+    if stopping():
+        raise Stopped(f"asked to stop in step {step}, before its end")
+
+
+def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
+    return array
+
+
+def _if_there(tensor: Tensor | None) -> npt.NDArray[Any] | None:
+    return None if tensor is None else _numpy(tensor)

@@ -47,7 +47,7 @@ def test_a_misspelt_section_is_named_with_the_nearest_known_one(tmp_path: Path) 
 
 def test_a_key_like_no_other_is_answered_with_all_known_ones(tmp_path: Path) -> None:
     assert complaint(tmp_path, toml("m", learner="zzz = 1")) == (
-        "learner.zzz: unknown key; known: tokens_per_microbatch"
+        "learner.zzz: unknown key; known: tokens_per_microbatch, activation_checkpointing"
     )
 
 

@@ -1,13 +1,15 @@
 """Metrics against values worked out by hand or by a loop."""
 
+import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 from tests.learner.worlds import make_config
 
 from bucketrl.bucket.records import FileRef, GroupRef
-from bucketrl.learner.metrics import TokenStatistics, group_metrics, token_metrics
+from bucketrl.learner.metrics import TokenStatistics, batch_metrics, group_metrics, token_metrics
 from bucketrl.learner.select import Candidate
 
 ALGORITHM = make_config().algorithm
@@ -15,12 +17,15 @@ ALGORITHM = make_config().algorithm
 
 def tokens(ratios: list[float], advantages: list[float], versions: list[int]) -> TokenStatistics:
     """Tokens whose behaviour logprob is -1 and whose ratio is as given."""
+    logprobs = np.array([math.log(r) - 1.0 for r in ratios], dtype=np.float32)
     return TokenStatistics(
-        logprobs=np.array([math.log(r) - 1.0 for r in ratios], dtype=np.float32),
+        logprobs=logprobs,
         entropy=np.full(len(ratios), 0.5, dtype=np.float32),
         behaviour_logprobs=np.full(len(ratios), -1.0, dtype=np.float32),
         advantages=np.array(advantages, dtype=np.float32),
         versions=np.array(versions),
+        log_ratio=logprobs + 1.0,
+        start_logprobs=logprobs,
     )
 
 
@@ -63,10 +68,89 @@ def test_token_metrics_of_known_ratios() -> None:
         "tokens_lag_3": 1,
         "logprob_mismatch_mean": (0.0 + math.log(1.5)) / 2,
         "logprob_mismatch_max": math.log(1.5),
+        "logprob_mismatch_bias": math.log(1.5) / 2,
     }
-    assert metrics.keys() == want.keys()
+    assert {name for name in metrics if not re.search(r"(?<!tokens)_lag_", name)} == want.keys()
     for name, value in want.items():
         assert metrics[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_each_lag_is_measured_by_itself() -> None:
+    """What a step of mixed tokens says of a lag is what a step of those tokens alone says of them all."""
+    ratios, advantages, versions = [0.5, 1.0, 1.5, 2.0, 0.7], [-1.0, 1.0, -1.0, 1.0, 1.0], [4, 5, 5, 2, 2]
+    mixed = token_metrics([tokens(ratios, advantages, versions)], step=6, algorithm=ALGORITHM)
+    for lag in (0, 1, 3):
+        chosen = [i for i, version in enumerate(versions) if 5 - version == lag]
+        columns = ([column[i] for i in chosen] for column in (ratios, advantages, versions))
+        alone = token_metrics([tokens(*columns)], step=6, algorithm=ALGORITHM)
+        found = {n.removesuffix(f"_lag_{lag}"): v for n, v in mixed.items() if n.endswith(f"_lag_{lag}")}
+        assert {"ess", "ratio_mean", "kl_k3", "entropy", "clip_fraction_high"} < found.keys()
+        assert found.pop("tokens") == len(chosen)
+        assert found == {name: alone[name] for name in found}
+
+
+def test_weights_are_measured_before_they_are_truncated_or_masked() -> None:
+    algorithm = make_config(
+        algorithm={"proximal": "recomputed", "importance_weight": "token", "importance_mask": "token"}
+    ).algorithm
+    part = dataclasses.replace(
+        tokens([1.0] * 4, [1.0] * 4, [0] * 4),
+        log_weight=np.log([0.25, 1.0, 3.0, 8.0]),
+        masked=np.array([True, False, False, True]),
+    )
+    metrics = token_metrics([part], step=1, algorithm=algorithm)
+    assert metrics["weight_mean"] == pytest.approx(3.0625)
+    assert metrics["weight_min"] == pytest.approx(0.25)
+    assert metrics["weight_max"] == pytest.approx(8.0)
+    assert metrics["weight_ess"] == pytest.approx(12.25**2 / (4 * (0.0625 + 1 + 9 + 64)))
+    assert metrics["weight_truncated_fraction"] == 0.5
+    assert metrics["weight_masked_fraction"] == 0.5
+
+
+def test_the_clip_is_measured_on_the_ratio_that_it_clips() -> None:
+    """Of the sequence or to a proximal policy: not that of the token to the behaviour policy."""
+    part = dataclasses.replace(
+        tokens([9.0, 9.0, 0.1, 9.0], [1.0, -1.0, -1.0, -1.0], [0] * 4), log_ratio=np.log([1.1, 1.1, 0.7, 4.0])
+    )
+    metrics = token_metrics([part], step=1, algorithm=make_config(algorithm={"dual_clip": 3.0}).algorithm)
+    assert metrics["ratio_max"] == pytest.approx(9.0)
+    assert metrics["clip_fraction_high"] == 0.0
+    assert metrics["clip_fraction_low"] == 0.25
+    assert metrics["clip_fraction_dual"] == 0.25
+    bounded = token_metrics([part], step=1, algorithm=make_config(algorithm={"name": "cispo"}).algorithm)
+    assert bounded["clip_fraction_high"] == 0.0
+    assert "clip_fraction_low" not in bounded
+    free = token_metrics([part], step=1, algorithm=make_config(algorithm={"name": "rloo"}).algorithm)
+    assert not any(name.startswith("clip_fraction") for name in free)
+
+
+def test_the_divergence_from_the_base_is_there_if_it_was_computed() -> None:
+    part = dataclasses.replace(
+        tokens([1.0, 1.0], [1.0, 1.0], [0, 0]), reference_logprobs=np.array([-1.5, -0.5])
+    )
+    metrics = token_metrics([part], step=1, algorithm=ALGORITHM)
+    assert metrics["kl_reference_k1"] == pytest.approx(0.0)
+    assert metrics["kl_reference_k2"] == pytest.approx(0.125)
+    assert metrics["kl_reference_k3"] == pytest.approx(math.cosh(0.5) - 1)
+
+
+def test_mismatch_leaves_out_what_an_earlier_update_has_moved() -> None:
+    first = tokens([1.5], [1.0], [0])
+    later = dataclasses.replace(tokens([7.0], [1.0], [0]), start_logprobs=None)
+    metrics = token_metrics([first, later], step=1, algorithm=ALGORITHM)
+    assert metrics["logprob_mismatch_max"] == pytest.approx(math.log(1.5), abs=1e-6)
+
+
+def test_advantages_and_what_was_dropped() -> None:
+    metrics = batch_metrics([[0.0, 1.0], [math.nan, 1.0]], [[-0.5, 0.5], [0.0, 0.0]], dropped=3)
+    assert metrics == {
+        "advantage_std": pytest.approx(math.sqrt(0.5 / 3)),
+        "advantage_min": -0.5,
+        "advantage_max": 0.5,
+        "groups_without_advantage": 1.0,
+        "rewards_not_finite": 1.0,
+        "completions_dropped_not_finite": 3.0,
+    }
 
 
 def test_mismatch_is_absent_without_tokens_of_the_newest_version() -> None:
@@ -81,6 +165,7 @@ def test_extreme_ratios_stay_finite_and_visible() -> None:
         behaviour_logprobs=np.array([-900.0, -1.0], dtype=np.float32),
         advantages=np.ones(2, dtype=np.float32),
         versions=np.zeros(2, dtype=np.int64),
+        log_ratio=np.array([20.0, -20.0]),
     )
     metrics = token_metrics([part], step=1, algorithm=ALGORITHM)
     assert all(math.isfinite(value) for value in metrics.values())
@@ -111,3 +196,9 @@ def test_skipped_groups_count_for_the_reward() -> None:
 def test_completed_correct_is_absent_if_a_group_does_not_report_it() -> None:
     metrics = group_metrics([candidate((0.0, 1.0), correct=1), candidate((0.0, 1.0), correct=None)], [])
     assert "completed_correct_mean" not in metrics
+
+
+def test_a_reward_that_is_not_finite_is_left_out_of_the_mean() -> None:
+    metrics = group_metrics([candidate((0.0, 1.0, math.nan))], [])
+    assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
+    assert "reward_mean" not in group_metrics([candidate((math.nan, math.nan))], [])

@@ -1,36 +1,47 @@
 """The packed forward against transformers' own, LoRA set-up, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from tests.learner.worlds import (
     VOCAB,
     make_config,
     make_group,
+    replace_first,
     sample_group,
     save_tiny_model,
     stock_model,
 )
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.trajectories import TrajectoryGroup
+from bucketrl.learner import activations
+from bucketrl.learner.attention_varlen import VarlenLayout
 from bucketrl.learner.model import PolicyModel
-from bucketrl.learner.packing import pack, sequences
+from bucketrl.learner.packing import MicroBatch, TokenSequence, pack, sequences
 from bucketrl.learner.publish import probe_tokens, save_adapter
 
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, *, perturbed: bool = True, **sections: object) -> PolicyModel:
+def load(
+    folder: Path, *, perturbed: bool = True, device: torch.device = CPU, **sections: object
+) -> PolicyModel:
     """A policy whose adapter does something, unless `perturbed` is False."""
-    policy = PolicyModel.load(folder, make_config(**sections), CPU)
+    policy = PolicyModel.load(folder, make_config(**sections), device)
     if perturbed:
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
             for parameter in policy.parameters.values():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(device))
     return policy
 
 
@@ -49,10 +60,128 @@ def test_logprobs_equal_transformers_and_peft_for_any_packing(model_folder: Path
     sampled = torch.cat([torch.from_numpy(item.behaviour_logprobs) for item in items])
     for budget in (1, 17, 1000):
         found = torch.cat([policy.logprobs(batch)[0] for batch in pack(items, budget)])
-        if budget != 17:  # first fit keeps the order of the items if each or none gets its own
-            torch.testing.assert_close(found, torch.cat(want), rtol=0, atol=1e-5)
-            torch.testing.assert_close(found, sampled, rtol=0, atol=1e-5)
-        assert sorted(found.tolist()) == pytest.approx(sorted(torch.cat(want).tolist()), abs=1e-5)
+        torch.testing.assert_close(found, torch.cat(want), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, sampled, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers computes norms in float32 whatever the model's type, which would hide what is compared here."""
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        variance = hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
+        normed: torch.Tensor = self.weight * hidden * variance.rsqrt()
+        return normed
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
+
+
+def uneven_groups() -> list[TrajectoryGroup]:
+    """Prompts and completions of one token among others, tokens of an environment, a group of one."""
+    first = make_group(
+        0,
+        prompt=(5, 6, 7, 8),
+        completions=[(9, 10, 11), (12,), (13,), (14, 15, 16, 17)],
+        rewards=[1, 0, 0, 0],
+    )
+    masked = replace_first(first, loss_mask=(True, False, True))
+    one_token = make_group(1, prompt=(20,), completions=[(21, 22), (23,), (24, 25)], rewards=[1, 0, 1])
+    alone = make_group(2, prompt=(30, 31, 32), completions=[(33,)], rewards=[1])
+    return [masked, one_token, alone]
+
+
+def one_by_one(items: list[TokenSequence]) -> list[TokenSequence]:
+    """As if no two had a prompt in common."""
+    return [dataclasses.replace(item, group=place) for place, item in enumerate(items)]
+
+
+def gradient_of(policy: PolicyModel, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Of a sum in which every token has a weight of its own."""
+    for parameter in policy.parameters.values():
+        parameter.grad = None
+    for batch in batches:
+        logprobs, _ = policy.logprobs(batch)
+        weights = torch.from_numpy(np.sin(batch.targets + batch.sequence_ids)).to(policy.device)
+        (logprobs * weights).sum().backward()
+    assert all(
+        (parameter.grad is not None) == parameter.requires_grad for parameter in policy._peft.parameters()
+    )
+    return {name: parameter.grad.clone() for name, parameter in policy.parameters.items()}
+
+
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("sliding", [False, True])
+def test_the_gradient_with_shared_prompts_is_that_of_one_sequence_at_a_time(
+    model_folder: Path, tmp_path: Path, sliding: bool
+) -> None:
+    folder = model_folder if not sliding else save_tiny_model(tmp_path, **SLIDING)
+    policy = load(folder)
+    policy._peft.double()
+    items = sequences(uneven_groups())
+    want = gradient_of(policy, pack(one_by_one(items), 1))
+    assert max(float(each.abs().max()) for each in want.values()) > 0.1
+    for some, budget in ((one_by_one(items), 1000), (items, 1000), (items, 8), (items, 12)):
+        for name, gradient in gradient_of(policy, pack(some, budget)).items():
+            torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-12, msg=f"{name}, {budget}")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sliding", [False, True])
+def test_a_gpu_computes_the_gradient_of_the_cpu(model_folder: Path, tmp_path: Path, sliding: bool) -> None:
+    folder = model_folder if not sliding else save_tiny_model(tmp_path, **SLIDING)
+    batches = pack(sequences(uneven_groups()), 1000)
+    want = gradient_of(load(folder), batches)
+    policy = load(folder, model={"dtype": "bfloat16"}, device=torch.device("cuda"))
+    assert policy._make_layout.func is VarlenLayout
+    for name, gradient in gradient_of(policy, batches).items():
+        assert float((gradient.cpu() - want[name]).norm() / want[name].norm()) < 0.1, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpointing_changes_no_bit_of_the_gradient_and_keeps_less(model_folder: Path, dtype: str) -> None:
+    items = sequences(uneven_groups())
+
+    def run(checkpointing: bool) -> tuple[dict[str, torch.Tensor], int]:
+        learner = {"activation_checkpointing": checkpointing}
+        policy = load(model_folder, learner=learner, model={"dtype": dtype})
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy.logprobs(pack(items, 1000)[0])
+        return gradient_of(policy, pack(items, 12)), sum(each.nbytes for each in kept)
+
+    (whole, kept_whole), (again, kept_again) = run(False), run(True)
+    for name, gradient in whole.items():
+        assert torch.equal(gradient, again[name])
+    assert kept_again < kept_whole / 4
+
+
+def test_the_entropy_can_be_differentiated(model_folder: Path) -> None:
+    policy = load(model_folder)
+    (batch,) = pack(sequences(uneven_groups()), 1000)
+    assert not policy.logprobs(batch)[1].requires_grad
+    _, entropy = policy.logprobs(batch, entropy_grad=True)
+    (name, parameter), *_ = policy.parameters.items()
+    (found,) = torch.autograd.grad(entropy.sum(), [parameter])
+    with torch.no_grad():
+        step = 1e-3 * found / found.norm()
+        parameter.add_(step)
+        above = float(policy.logprobs(batch)[1].double().sum())
+        parameter.sub_(2 * step)
+        below = float(policy.logprobs(batch)[1].double().sum())
+    assert (above - below) / 2e-3 == pytest.approx(float(found.norm()), rel=0.02), name
+
+
+def test_a_learner_that_does_not_fit_is_refused_at_load(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "device_memory", lambda _: (1 << 20, "a toaster"))
+    with pytest.raises(UserError, match=r"does not fit.*a toaster.*lower learner\.tokens_per_microbatch"):
+        load(model_folder)
 
 
 def test_entropy_equals_that_of_the_full_distribution(model_folder: Path) -> None:
@@ -65,14 +194,16 @@ def test_entropy_equals_that_of_the_full_distribution(model_folder: Path) -> Non
     torch.testing.assert_close(entropy, want, rtol=0, atol=1e-5)
 
 
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+
+
 def test_sliding_window_attention_matches_transformers(tmp_path: Path) -> None:
-    folder = save_tiny_model(
-        tmp_path,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=1,
-        layer_types=["full_attention", "sliding_attention"],
-    )
+    folder = save_tiny_model(tmp_path, **SLIDING)
     policy = load(folder, perturbed=False)
     tokens = tuple(range(2, 22))
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -133,6 +264,12 @@ def test_a_target_that_the_model_lacks_is_refused_with_the_list_of_those_it_has(
 ) -> None:
     with pytest.raises(UserError, match=rf"lora\.target_modules.*{target}; it has down_proj, gate_proj"):
         load(model_folder, lora={"target_modules": ("q_proj", target)})
+
+
+@pytest.mark.parametrize("target", ["lm_head", "model.embed_tokens"])
+def test_an_adapter_on_the_head_or_the_embeddings_is_refused(target: str) -> None:
+    with pytest.raises(ValidationError, match=f"{target} cannot be served"):
+        make_config(lora={"target_modules": ("q_proj", target)})
 
 
 def test_a_model_that_transforms_its_logits_is_refused(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
 """One optimizer step: the right gradient however it is split, nothing half done, and a reward that rises."""
 
+import math
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
-from tests.learner.worlds import make_config, replace_first, sample_group, stock_model
+from tests.learner.worlds import make_config, make_group, replace_first, sample_group, stock_model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bucketrl.bucket.config import AlgorithmConfig, RunConfig
-from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.bucket.trajectories import TrajectoryGroup
+from bucketrl.learner import checkpoint
+from bucketrl.learner.advantages import batch_advantages
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer, learning_rate
-from bucketrl.learner.packing import sequences
+from bucketrl.learner.packing import TokenSequence, sequences
 from bucketrl.learner.parts import Stopped
 from bucketrl.learner.publish import save_adapter
 from bucketrl.learner.trainer import Trainer
@@ -31,13 +35,28 @@ class GradientRecorder:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, update: int = 0) -> float:
         self.gradients = {name: value.grad.clone() for name, value in self._parameters.items()}
         return 1.0
 
 
 def never() -> bool:
     return False
+
+
+@pytest.fixture(autouse=True)
+def _norms_keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3's norms compute in float32 whatever they are given: what a prompt's token gets from several
+    completions at once would be rounded otherwise than what it gets from each."""
+    rounded = Qwen3RMSNorm.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != torch.float64:
+            return rounded(self, hidden_states)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", forward)
 
 
 def perturbed(folder: Path, config: RunConfig) -> PolicyModel:
@@ -51,9 +70,9 @@ def perturbed(folder: Path, config: RunConfig) -> PolicyModel:
 
 
 def gradients(
-    folder: Path, groups: list[TrajectoryGroup], budget: int, *, double: bool
+    folder: Path, groups: list[TrajectoryGroup], budget: int, *, double: bool, **algorithm: object
 ) -> dict[str, torch.Tensor]:
-    policy = perturbed(folder, make_config(learner={"tokens_per_microbatch": budget}))
+    policy = perturbed(folder, make_config(learner={"tokens_per_microbatch": budget}, algorithm=algorithm))
     if double:
         policy._peft.double()
     recorder = GradientRecorder(policy)
@@ -74,14 +93,29 @@ def groups(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return [replace_first(made[0], loss_mask=mask), *made[1:]]
 
 
-@pytest.mark.parametrize(("double", "tolerance"), [(True, 1e-12), (False, 1e-6)])
+BY_SEQUENCE = {
+    "name": "gspo",
+    "proximal": "interpolated",
+    "importance_weight": "sequence",
+    "kl_coefficient": 0.1,
+    "entropy_coefficient": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("double", "tolerance", "algorithm"), [(True, 1e-12, {}), (True, 1e-12, BY_SEQUENCE), (False, 1e-6, {})]
+)
 def test_the_gradient_does_not_depend_on_the_split(
-    model_folder: Path, groups: list[TrajectoryGroup], double: bool, tolerance: float
+    model_folder: Path,
+    groups: list[TrajectoryGroup],
+    double: bool,
+    tolerance: float,
+    algorithm: dict[str, object],
 ) -> None:
-    whole = gradients(model_folder, groups, 10_000, double=double)
+    whole = gradients(model_folder, groups, 10_000, double=double, **algorithm)
     assert max(float(gradient.abs().max()) for gradient in whole.values()) > 1e-3
     for budget in (1, 13, 40):
-        for name, gradient in gradients(model_folder, groups, budget, double=double).items():
+        for name, gradient in gradients(model_folder, groups, budget, double=double, **algorithm).items():
             torch.testing.assert_close(gradient, whole[name], rtol=0, atol=tolerance, msg=name)
 
 
@@ -110,6 +144,179 @@ def test_the_gradient_is_that_of_the_formula_on_full_logits(
     assert ours.keys() == parameters.keys()
     for name, gradient in ours.items():
         torch.testing.assert_close(gradient, parameters[name].grad, rtol=0, atol=1e-8, msg=name)
+
+
+def test_reference_and_entropy_are_those_of_full_logits(
+    model_folder: Path, groups: list[TrajectoryGroup], tmp_path: Path
+) -> None:
+    """The same for a loss that needs the base model, a differentiable entropy and whole completions."""
+    algorithm = {"name": "gspo", "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "clip_low": 0.1}
+    config = make_config(algorithm=algorithm | {"clip_high": 0.1})
+    save_adapter(tmp_path, perturbed(model_folder, config))
+    stock = stock_model(model_folder, tmp_path).double()
+    parameters = {
+        name.replace(".default.", "."): parameter.requires_grad_()
+        for name, parameter in stock.named_parameters()
+        if "lora_" in name
+    }
+    advantages = batch_advantages(
+        [[t.reward for t in g.trajectories] for g in groups], "group_mean", "group_std"
+    )
+    items = sequences(groups, advantages)
+
+    def log_softmax(item: TokenSequence) -> torch.Tensor:
+        logits = stock(input_ids=torch.from_numpy(item.input_ids)[None]).logits[0, item.rows]
+        return torch.log_softmax(logits / config.sampling.temperature, dim=-1)
+
+    for item in items:
+        targets = torch.from_numpy(item.targets)[:, None]
+        whole = log_softmax(item)
+        with torch.no_grad(), stock.disable_adapter():
+            base = log_softmax(item).gather(1, targets)[:, 0]
+        logprobs = whole.gather(1, targets)[:, 0]
+        advantage = float(item.advantages[0])
+        ratio = (logprobs - torch.from_numpy(item.behaviour_logprobs).double()).mean().exp()
+        surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+        divergence = (base - logprobs).exp() - 1 - (base - logprobs)
+        entropy = -(whole.exp() * whole).sum(-1)
+        (surrogate + (0.3 * divergence - 0.2 * entropy).mean()).div(len(items)).backward()
+    ours = gradients(model_folder, groups, 40, double=True, **algorithm, clip_high=0.1)
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, parameters[name].grad, rtol=0, atol=1e-8, msg=name)
+
+
+def state(policy: PolicyModel, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that a step moves, copied."""
+    moments = optimizer.moments().items()
+    return {name: value.detach().clone() for name, value in policy.parameters.items()} | {
+        f"{name} {i}": moment.clone() for name, pair in moments for i, moment in enumerate(pair)
+    }
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+SEVERAL = {"groups_per_step": 3, "minibatches": 3, "proximal": "recomputed", "importance_weight": "token"}
+
+
+def test_a_stop_anywhere_among_several_updates_undoes_them(
+    model_folder: Path, groups: list[TrajectoryGroup]
+) -> None:
+    policy = perturbed(model_folder, make_config(algorithm=SEVERAL, learner={"tokens_per_microbatch": 20}))
+    optimizer = Optimizer(policy.parameters, policy.config.algorithm)
+    trainer = Trainer(policy, optimizer)
+    trainer.train(groups, 1, never)
+    before, asked = state(policy, optimizer), 0
+    while True:
+        calls = iter(range(asked + 1))
+        try:
+            trainer.train(groups, 2, lambda calls=calls: next(calls, None) is None)  # type: ignore[misc]
+        except Stopped:
+            assert_same(state(policy, optimizer), before)
+            asked += 1
+        else:
+            break
+    assert asked > 6  # three updates of several micro-batches each, and the forward passes before them
+    fresh = perturbed(model_folder, policy.config)
+    undisturbed = Optimizer(fresh.parameters, fresh.config.algorithm)
+    for step in (1, 2):
+        Trainer(fresh, undisturbed).train(groups, step, never)
+    assert_same(state(policy, optimizer), state(fresh, undisturbed))
+
+
+def test_an_update_that_fails_undoes_those_before_it(
+    model_folder: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = perturbed(model_folder, make_config(algorithm=SEVERAL))
+    optimizer = Optimizer(policy.parameters, policy.config.algorithm)
+    before, step = state(policy, optimizer), optimizer.step
+
+    def poisoned(number: int, update: int) -> float:
+        if update == 1:
+            for parameter in policy.parameters.values():
+                parameter.grad = torch.full_like(parameter, float("nan"))
+        return step(number, update)
+
+    monkeypatch.setattr(optimizer, "step", poisoned)
+    with pytest.raises(UserError, match="step 1 is not finite"):
+        Trainer(policy, optimizer).train(groups, 1, never)
+    assert_same(state(policy, optimizer), before)
+
+
+def test_minibatches_are_updates_in_a_row(model_folder: Path, groups: list[TrajectoryGroup]) -> None:
+    """One step in three parts is, bit for bit, three steps of a group each."""
+    once = perturbed(model_folder, make_config(algorithm={"groups_per_step": 3, "minibatches": 3}))
+    of_once = Optimizer(once.parameters, once.config.algorithm)
+    metrics = Trainer(once, of_once).train(groups, 1, never)
+    thrice = perturbed(model_folder, make_config())
+    of_thrice = Optimizer(thrice.parameters, thrice.config.algorithm)
+    for step, group in enumerate(groups, start=1):
+        Trainer(thrice, of_thrice).train([group], step, never)
+    assert_same(state(once, of_once), state(thrice, of_thrice))
+    assert metrics["updates"] == 3.0
+
+
+def test_several_updates_resume_bit_for_bit(
+    model_folder: Path, groups: list[TrajectoryGroup], tmp_path: Path
+) -> None:
+    """Also after a step that had fewer groups than there are minibatches."""
+    config = make_config(algorithm=SEVERAL)
+    policy = PolicyModel.load(model_folder, config, CPU)
+    optimizer = Optimizer(policy.parameters, config.algorithm)
+    Trainer(policy, optimizer).train(groups[:1], 1, never)
+    checkpoint.save(tmp_path, policy, optimizer, run_id="r", step=1)
+    resumed = PolicyModel.load(model_folder, config, CPU)
+    of_resumed = Optimizer(resumed.parameters, config.algorithm)
+    checkpoint.load(tmp_path, resumed, of_resumed, run_id="r", step=1)
+    metrics = Trainer(policy, optimizer).train(groups, 2, never)
+    again = Trainer(resumed, of_resumed).train(groups, 2, never)
+    assert_same(state(policy, optimizer), state(resumed, of_resumed))
+    assert metrics | {"tokens_per_second": 0.0} == again | {"tokens_per_second": 0.0}
+
+
+def test_a_recomputed_policy_is_that_before_the_first_update(
+    model_folder: Path, groups: list[TrajectoryGroup]
+) -> None:
+    """The sampler's policy is the one that the step starts from: whatever the updates did, weights are 1."""
+    config = make_config(algorithm=SEVERAL | {"learning_rate": 0.05})
+    policy = PolicyModel.load(model_folder, config, CPU)
+    metrics = Trainer(policy, Optimizer(policy.parameters, config.algorithm)).train(groups, 1, never)
+    assert metrics["ratio_max"] > 1.1
+    assert metrics["weight_max"] < 1.0001
+    assert metrics["logprob_mismatch_max"] < 1e-4
+
+
+def test_a_completion_without_finite_logprobs_is_dropped_and_counted(
+    model_folder: Path, groups: list[TrajectoryGroup]
+) -> None:
+    """What is left is the step without its tokens; its reward still counts for the baseline. NaN on tokens
+    that no policy sampled is nobody's business."""
+    first = groups[0].trajectories[0]
+    length = len(first.completion_token_ids)
+    silent = [replace_first(groups[0], loss_mask=(False,) * length), *groups[1:]]
+    want = gradients(model_folder, silent, 40, double=False)
+    for value in (float("nan"), float("-inf")):
+        poisoned = [replace_first(groups[0], behaviour_logprobs=(value,) * length), *groups[1:]]
+        policy = perturbed(model_folder, make_config())
+        recorder = GradientRecorder(policy)
+        metrics = Trainer(policy, cast(Optimizer, recorder)).train(poisoned, 3, never)
+        assert metrics["completions_dropped_not_finite"] == 1.0
+        assert all(map(math.isfinite, metrics.values()))
+        assert_same(recorder.gradients, want)
+    masked = (float("nan"), *first.behaviour_logprobs[1:])
+    harmless = [replace_first(groups[0], behaviour_logprobs=masked), *groups[1:]]
+    assert_same(
+        gradients(model_folder, harmless, 40, double=False), gradients(model_folder, groups, 40, double=False)
+    )
+
+
+def test_without_any_usable_completion_the_step_is_refused(model_folder: Path) -> None:
+    policy = perturbed(model_folder, make_config())
+    nothing = make_group(0, rewards=[0.0, 1.0], logprobs=[[float("nan")] * 3] * 2)
+    with pytest.raises(IntegrityError, match="step 1: no completion has finite"):
+        Trainer(policy, Optimizer(policy.parameters, policy.config.algorithm)).train([nothing], 1, never)
 
 
 def test_a_stop_between_micro_batches_leaves_the_policy_as_it_was(

@@ -1,0 +1,211 @@
+"""Attention of packed sequences against its formula, however it is computed, and which way is chosen."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import Qwen3Config
+
+from bucketrl.learner import attention
+from bucketrl.learner.attention import Layout, SdpaLayout
+from bucketrl.learner.attention_varlen import VarlenLayout, gather_rows, varlen_function
+from bucketrl.learner.packing import Segment
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+SEGMENTS = (Segment(5), Segment(1, 0), Segment(4, 0), Segment(1), Segment(3), Segment(2, 4), Segment(6))
+
+
+def by_formula(query: Tensor, key: Tensor, value: Tensor, segments: Any, window: int | None) -> Tensor:
+    """softmax(q·kᵀ / √d) v, one token at a time. Shapes as in `Layout.attend`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    starts = [sum(s.length for s in segments[:i]) for i in range(len(segments))]
+    outputs = []
+    for start, segment in zip(starts, segments, strict=True):
+        prefix = segment.prefix
+        before = (
+            [] if prefix is None else list(range(starts[prefix], starts[prefix] + segments[prefix].length))
+        )
+        for row in range(start, start + segment.length):
+            seen = [*before, *range(start, row + 1)]
+            seen = seen if window is None else seen[-window:]
+            scores = (key[0, :, seen] @ query[0, :, row, :, None])[..., 0] / query.shape[-1] ** 0.5
+            outputs.append((torch.softmax(scores, dim=-1)[:, None] @ value[0, :, seen])[:, 0])
+    return torch.stack(outputs)[None]
+
+
+def by_documentation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    top_left: bool = False,
+    windows: bool = True,
+) -> Tensor:
+    """What the documentation of FlashAttention says that its kernel computes: the ends of queries and keys are
+    aligned, query i sees keys i - left to i. With `top_left` or without `windows` it does not."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    lengths_q, lengths_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+    assert (max(lengths_q), max(lengths_k)) == (max_q, max_k)
+    outputs = []
+    pieces = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
+    for q, k, v in pieces:
+        shift = 0 if top_left else len(k) - len(q)
+        distance = torch.arange(len(q))[:, None] + shift - torch.arange(len(k))
+        seen = distance >= 0
+        if windows and window_size[0] >= 0:
+            seen &= distance <= window_size[0]
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs)
+
+
+MAKERS: list[Callable[..., Layout]] = [
+    partial(SdpaLayout, device=CPU),
+    partial(VarlenLayout, device=CPU, function=by_documentation),
+]
+
+
+def draw(tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(1, heads, tokens, HEAD_DIM, generator=generator, dtype=dtype).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def check(make: Callable[..., Layout], segments: tuple[Segment, ...], window: int | None) -> None:
+    inputs = draw(sum(segment.length for segment in segments))
+    found = make(segments).attend(*inputs, None, window)
+    want = by_formula(*inputs, segments, window)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
+    gradients = (torch.autograd.grad(output, inputs, upstream) for output in (found, want))
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_every_way_equals_the_formula_and_so_do_its_gradients(
+    make: Callable[..., Layout], window: int | None
+) -> None:
+    check(make, SEGMENTS, window)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 3), max_size=3)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 5),
+)
+def test_every_way_equals_the_formula_for_any_packing(
+    shape: list[tuple[int, list[int]]], window: int | None
+) -> None:
+    segments: list[Segment] = []
+    for prompt, completions in shape:
+        prefix = len(segments)
+        segments += [Segment(prompt), *(Segment(length, prefix) for length in completions)]
+    for make in MAKERS:
+        check(make, tuple(segments), window)
+
+
+def test_the_probe_tells_a_right_kernel_from_wrong_ones() -> None:
+    def error(window: int | None = None, **wrong: bool) -> float:
+        make = partial(VarlenLayout, device=CPU, function=partial(by_documentation, **wrong))
+        return attention.probe(make, HEADS, KV_HEADS, HEAD_DIM, window, CPU, torch.float32)
+
+    assert error() < 1e-5
+    assert error(24) < 1e-5
+    assert error(top_left=True) > 10 * attention.PROBE_TOLERANCE
+    assert error(24, windows=False) > 5 * attention.PROBE_TOLERANCE
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64)]
+)
+@pytest.mark.parametrize("window", [None, 24])
+def test_pytorchs_kernel_is_right(heads: int, kv_heads: int, head_dim: int, window: int | None) -> None:
+    gpu = torch.device("cuda")
+    make = partial(VarlenLayout, device=gpu, function=varlen_function())
+    error = attention.probe(make, heads, kv_heads, head_dim, window, gpu, torch.bfloat16)
+    assert error < attention.PROBE_TOLERANCE / 2
+
+
+def test_pytorchs_kernel_takes_what_it_is_given() -> None:
+    """There is no kernel for a CPU; the rules for shapes and types, gradients included, hold everywhere."""
+    layout = VarlenLayout(SEGMENTS, torch.device("meta"), varlen_function())
+    tokens = sum(segment.length for segment in SEGMENTS)
+    inputs = [each.detach().to("meta", torch.bfloat16).requires_grad_() for each in draw(tokens)]
+    output = layout.attend(*inputs, 0.1, 4)
+    assert output.shape == (1, tokens, HEADS, HEAD_DIM)
+    for given_, gradient in zip(inputs, torch.autograd.grad(output.sum(), inputs), strict=True):
+        assert (gradient.shape, gradient.dtype) == (given_.shape, torch.bfloat16)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, outcome: float | Exception, **changes: Any) -> Any:
+    """For a GPU on which the probe ends with `outcome`."""
+
+    def probe(*arguments: Any) -> float:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(attention, "probe", probe)
+    return attention.choose(Qwen3Config(**changes), torch.device("cuda"), torch.bfloat16)
+
+
+def test_a_gpu_gets_the_kernel_that_was_seen_to_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, 0.004).func is VarlenLayout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (0.4, "wrong here"),
+        (float("nan"), "wrong here"),
+        (RuntimeError("FlashAttention only supports fp16 and bf16"), "only supports fp16"),
+        (TypeError("unexpected keyword argument 'window_size'"), "window_size"),
+    ],
+)
+def test_what_a_machine_cannot_do_right_it_does_slowly_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, outcome: float | Exception, words: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chosen(monkeypatch, outcome).func is SdpaLayout
+    assert words in caplog.text
+
+
+def test_a_cpu_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "probe", lambda *_: pytest.fail("probed"))
+    assert attention.choose(Qwen3Config(), CPU, torch.float32).func is SdpaLayout
+
+
+def test_gradients_of_a_repeated_row_are_summed_without_losing_digits() -> None:
+    """255 addends: a running sum in bfloat16 would stop growing on the way."""
+    source = torch.zeros(3, 2, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.tensor([1] * 255 + [2])
+    gather_rows(source, rows).backward(torch.full((256, 2), 1.5, dtype=torch.bfloat16))
+    assert source.grad is not None
+    assert source.grad.dtype == torch.bfloat16
+    assert source.grad[:, 0].tolist() == [0.0, float(torch.tensor(382.5).bfloat16()), 1.5]
+
+
+def test_gathering_is_differentiated_right() -> None:
+    source = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gather_rows, (source, torch.tensor([0, 2, 2, 3, 2])))
