@@ -34,6 +34,8 @@ from bucketrl.rollout_worker.loading import GPU_REQUESTS
 from bucketrl.rollout_worker.prompts import Tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results"
+SAMPLES = ("commit_to_token_s", "switch_gaps_ms")
+"""One value for each version."""
 STALENESS = 4
 """Of the run with many commits: the engine holds two versions more."""
 
@@ -175,7 +177,8 @@ async def _measure(benchmark: Benchmark, options: argparse.Namespace) -> None:
         path = _record(figures, options)
     print()
     for name, value in figures.items():
-        print(f"{name:34} {value}")
+        if name not in SAMPLES:
+            print(f"{name:34} {value}")
     print(f"record: {path}")
 
 
@@ -183,12 +186,13 @@ def _record(figures: dict[str, Any], options: argparse.Namespace) -> Path:
     suffix = "" if options.model == "smollm2" else f"_{options.model.replace('.', 'p').replace('-', '_')}"
     return benchmark_record.write(
         f"rollout_gpu{suffix}",
-        figures,
+        {name: value for name, value in figures.items() if name not in SAMPLES},
         command=f"python -m benchmarks.rollout_gpu --model {options.model} --rounds {options.rounds} "
         f"--commits {options.commits} --pace {options.pace:g} --seed {options.seed}",
         seeds=[options.seed],
         notes=NOTES,
         folder=RESULTS,
+        samples={name: figures[name] for name in SAMPLES if name in figures},
     )
 
 

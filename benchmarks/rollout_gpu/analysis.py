@@ -4,6 +4,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from benchmarks.rollout_gpu.measured_engine import Switch
 
@@ -41,8 +42,9 @@ def extra_gaps(steps: Sequence[float], switches: Sequence[Switch]) -> list[float
 
 def switch_figures(
     commits: Mapping[int, float], switches: Mapping[int, Switch], steps: Sequence[float]
-) -> dict[str, float]:
-    """Of the versions that were committed and came into service; those that a newer one overtook have none."""
+) -> dict[str, Any]:
+    """Of the versions that were committed and came into service; those that a newer one overtook have none. The
+    lists are in the order of the versions."""
     served = {v: s for v, s in switches.items() if v in commits and v > 0 and s.first_token}
     if len(served) < 3:
         raise RuntimeError(f"only {len(served)} versions came into service")
@@ -63,4 +65,6 @@ def switch_figures(
         "switch_gaps_compared": len(extra),
         "decode_step_p50_ms": round(1e3 * median(gaps), 2),
         "decode_step_max_ms": round(1e3 * max(gaps), 1),
+        "commit_to_token_s": [round(value, 3) for value in total],
+        "switch_gaps_ms": [round(1e3 * value, 1) for value in extra],
     }

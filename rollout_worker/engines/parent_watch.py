@@ -1,6 +1,6 @@
 """Ends vLLM's processes when the rollout worker is killed: by themselves they would live on, memory and all.
 
-vLLM imports this module in its worker process (`worker_extension_cls`), which is the moment when the watch
+vLLM imports this module in its worker process (by `worker_extension`), which is the moment when the watch
 begins. When the worker process dies, vLLM's engine process stops as well.
 
 The process also leaves the rollout worker's process group: a signal to all of the group (Ctrl-C, a batch
@@ -14,10 +14,6 @@ import threading
 
 PARENT_VARIABLE = "BUCKETRL_ENGINE_PARENT"
 """Environment variable that holds the process id of the rollout worker."""
-
-
-class ParentWatch:
-    """Adds nothing to vLLM's worker class: naming it makes vLLM import this module."""
 
 
 def _die_with(pid: int) -> None:

@@ -31,6 +31,7 @@ from bucketrl.rollout_worker.engines.checks import CLOSED, check_weights, checke
 from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
 from bucketrl.rollout_worker.engines.placement import start_seeing
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
+from bucketrl.rollout_worker.engines.worker_extension import WorkerExtension
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ _CPU_KV_MIN, _CPU_KV_MAX = 64 << 20, 1 << 30
 """Bounds of the KV cache that is chosen on CPU when nobody names its size, in bytes."""
 _DEATH_CHECK_S = 0.5
 """Between two looks at whether the engine process still lives while it owes an answer."""
+_READ_CHECK_S = 0.01
+"""Between two looks at whether the engine process has read an adapter."""
 _DEAD = "vLLM's engine process has ended; what it printed before tells why"
 
 T = TypeVar("T")
@@ -141,7 +144,7 @@ class VllmEngine:
                     max_num_batched_tokens=max(_CPU_STEP_TOKENS, settings.max_model_len)
                     if self._on_cpu
                     else None,
-                    worker_extension_cls=f"{parent_watch.__name__}.{parent_watch.ParentWatch.__name__}",
+                    worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
                 ),
             )
         except ValueError as error:
@@ -153,6 +156,7 @@ class VllmEngine:
         await in_thread(check_weights, version, folder)
         request = self._lora_request(f"v{version}", folder)
         try:
+            await self._read_ahead(request)
             await self._answer(self._llm.add_lora(request))
         except EngineDied:
             raise
@@ -161,6 +165,16 @@ class VllmEngine:
             reason = " ".join(str(error).split())
             raise IntegrityError(f"vLLM cannot load adapter version {version}: {reason[:400]}") from error
         self._adapters[version] = request
+
+    async def _read_ahead(self, request: Any) -> None:
+        """While requests go on; see `worker_extension`."""
+        which = (request.lora_name, request.lora_int_id, request.lora_path)
+        await self._answer(self._llm.collective_rpc("bucketrl_read_adapter", args=which))
+        while True:
+            asked = self._llm.collective_rpc("bucketrl_has_read", args=(request.lora_int_id,))
+            if all(await self._answer(asked)):
+                return
+            await asyncio.sleep(_READ_CHECK_S)
 
     async def remove_adapter(self, version: int) -> None:
         request = self._adapters.pop(version)

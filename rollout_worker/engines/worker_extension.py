@@ -1,0 +1,69 @@
+"""What runs inside vLLM's worker processes besides vLLM (`worker_extension_cls`): the watch over their parent, and
+a thread that reads adapters.
+
+vLLM reads, converts and packs an adapter between two decode steps, and every request waits meanwhile. Here a thread
+does so, and `add_lora` finds the adapter ready; what is left to it is the copy to the device.
+"""
+
+import logging
+import threading
+from typing import Any
+
+from bucketrl.rollout_worker.engines import parent_watch  # noqa: F401 - importing it begins the watch
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class. Its methods are called by `collective_rpc`."""
+
+    model_runner: Any
+
+    def bucketrl_read_adapter(self, name: str, lora_id: int, path: str) -> None:
+        """Begins to read the adapter; `bucketrl_has_read` says when that is over."""
+        _ahead.begin(self.model_runner.lora_manager, name, lora_id, path)
+
+    def bucketrl_has_read(self, lora_id: int) -> bool:
+        return _ahead.is_over(lora_id)
+
+
+class ReadAhead:
+    """The adapters that were read and that vLLM has not asked for yet, by id."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, Any] = {}
+        self._threads: dict[int, threading.Thread] = {}
+
+    def begin(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+        """`manager` is vLLM's WorkerLoRAManager; from now on it asks here first."""
+        if "_load_adapter" not in vars(manager):
+            load = manager._load_adapter
+            manager._load_adapter = lambda request: (
+                self._ready.pop(request.lora_int_id, None) or load(request)
+            )
+        thread = threading.Thread(
+            target=self._read, args=(manager, name, lora_id, path), name="adapter", daemon=True
+        )
+        self._threads[lora_id] = thread
+        thread.start()
+
+    def is_over(self, lora_id: int) -> bool:
+        if self._threads[lora_id].is_alive():
+            return False
+        del self._threads[lora_id]
+        return True
+
+    def _read(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        try:
+            # Of the class: the instance's own one would ask here.
+            adapter = type(manager)._load_adapter(manager, LoRARequest(name, lora_id, path))
+            manager._adapter_manager._create_merged_loras_inplace(adapter)
+        except Exception as error:  # noqa: BLE001 - vLLM reads it again, and reports what is wrong as it always does
+            logger.info("adapter %s was not read ahead: %s", name, error)
+        else:
+            self._ready[lora_id] = adapter
+
+
+_ahead = ReadAhead()
