@@ -90,12 +90,17 @@ class PolicyModel:
         Both [N] float32, in nats; the first is differentiable in the adapter's parameters, the second if
         `entropy_grad`.
         """
-        input_ids, position_ids, rows, targets = (
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        temperature = self.config.sampling.temperature
+        return self._linear_logprob(self.hidden(batch), targets, temperature, entropy_grad)
+
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[N, H] what the output head reads to predict the loss tokens."""
+        input_ids, position_ids, rows = (
             torch.from_numpy(array).to(self.device)
-            for array in (batch.input_ids, batch.position_ids, batch.rows, batch.targets)
+            for array in (batch.input_ids, batch.position_ids, batch.rows)
         )
-        hidden_NH = gather_rows(self._hidden(input_ids, position_ids, batch.segments), rows)
-        return self._linear_logprob(hidden_NH, targets, self.config.sampling.temperature, entropy_grad)
+        return gather_rows(self._hidden(input_ids, position_ids, batch.segments), rows)
 
     @torch.no_grad()
     def score(self, token_ids: tuple[int, ...]) -> list[float]:

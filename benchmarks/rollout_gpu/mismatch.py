@@ -67,11 +67,7 @@ def _newest(store: Store, run: RunRecord, newest: int, groups: int) -> list[Traj
 def _both_heads(policy: PolicyModel, batch: packing.MicroBatch) -> dict[str, np.ndarray]:
     """[N] each."""
     exact, _ = policy.logprobs(batch)
-    ids, positions, rows, targets = (
-        torch.from_numpy(array).to(policy.device)
-        for array in (batch.input_ids, batch.position_ids, batch.rows, batch.targets)
-    )
-    hidden = policy._hidden(ids, positions, batch.lengths)[rows]
+    hidden, targets = policy.hidden(batch), torch.from_numpy(batch.targets).to(policy.device)
     rounded: Sequence[torch.Tensor] = [
         torch.log_softmax(
             (part @ policy._head.weight.T).float() / policy.config.sampling.temperature, dim=-1
