@@ -156,7 +156,8 @@ class VllmEngine:
         await in_thread(check_weights, version, folder)
         request = self._lora_request(f"v{version}", folder)
         try:
-            await self._read_ahead(request)
+            if not self._on_cpu:  # there the thread would take its time from the decode steps
+                await self._read_ahead(request)
             await self._answer(self._llm.add_lora(request))
         except EngineDied:
             raise
@@ -167,14 +168,19 @@ class VllmEngine:
         self._adapters[version] = request
 
     async def _read_ahead(self, request: Any) -> None:
-        """While requests go on; see `worker_extension`."""
+        """While requests go on; see `worker_extension`. That it cannot be done is no error."""
         which = (request.lora_name, request.lora_int_id, request.lora_path)
-        await self._answer(self._llm.collective_rpc("bucketrl_read_adapter", args=which))
-        while True:
-            asked = self._llm.collective_rpc("bucketrl_has_read", args=(request.lora_int_id,))
-            if all(await self._answer(asked)):
-                return
-            await asyncio.sleep(_READ_CHECK_S)
+        try:
+            await self._answer(self._llm.collective_rpc("bucketrl_read_adapter", args=which))
+            while True:
+                asked = self._llm.collective_rpc("bucketrl_has_read", args=(request.lora_int_id,))
+                if all(await self._answer(asked)):
+                    return
+                await asyncio.sleep(_READ_CHECK_S)
+        except EngineDied:
+            raise
+        except Exception as error:  # noqa: BLE001 - of vLLM's inner parts, which differ between versions
+            logger.info("adapter %s is not read ahead: %s", request.lora_name, error)
 
     async def remove_adapter(self, version: int) -> None:
         request = self._adapters.pop(version)

@@ -14,7 +14,17 @@ from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.engine import Engine
 from bucketrl.rollout_worker.engines import create_engine
 
-from .engine_contract import EngineContract, Setting, close_under_way, make_setting, make_settings, request
+from . import engine_contract
+from .engine_contract import (
+    TOLERANCE,
+    EngineContract,
+    Setting,
+    close_under_way,
+    make_setting,
+    make_settings,
+    mismatch,
+    request,
+)
 from .learned import Learned
 from .test_engine_faults import AdapterFaults, changed, check_served
 from .test_exactness import PROMPT, Exactness
@@ -58,6 +68,16 @@ class TestVllmEngine(EngineContract):
     async def test_the_engine_notices_when_this_process_is_killed(self, engine: Engine) -> None:
         """See test_parent_watch.py for what it does then."""
         assert watched_by() - {os.getpid()}
+
+    async def test_an_adapter_that_was_read_ahead_is_served(self, engine: Any, setting: Setting) -> None:
+        """As it is on a GPU, where requests go on meanwhile."""
+        ahead = engine._lora_request("ahead", setting.adapters[3])
+        await engine._read_ahead(ahead)
+        await engine._llm.add_lora(ahead)
+        engine._adapters[3] = ahead
+        got = await engine.generate(request(3, seed=1))
+        assert mismatch(setting.policies[3], engine_contract.PROMPT, got, 1.0) < TOLERANCE
+        await engine.remove_adapter(3)
 
     async def test_a_broken_adapter_is_refused_and_the_others_stay(
         self, engine: Engine, tmp_path: Path
