@@ -10,10 +10,11 @@ from typing import Any
 
 from benchmarks.rollout_gpu.measured_engine import Drawn
 from bucketrl.rollout_worker.engines.settings import EngineSettings
+from bucketrl.rollout_worker.engines.vllm_setup import engine_arguments, set_environment
 
 
 class BareVllm:
-    """Has the same slots, KV cache and limits as the worker's engine. Start it before the first `run`."""
+    """Has the worker's engine's settings. `ready` before the first `run`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         context = multiprocessing.get_context("spawn")
@@ -52,34 +53,11 @@ def _serve(connection: Connection, settings: EngineSettings) -> None:
 
 
 def _answer_all(connection: Connection, settings: EngineSettings) -> None:
-    from bucketrl.rollout_worker.engines.vllm_engine import _set_environment
-
-    _set_environment()
+    set_environment()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()
-    only_cpu: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False} if on_cpu else {}
-    llm = LLM(
-        model=str(settings.model_path),
-        skip_tokenizer_init=True,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_requests,
-        enable_lora=True,
-        max_lora_rank=settings.lora_rank,
-        max_loras=settings.adapter_slots,
-        max_cpu_loras=settings.adapter_slots + 2,
-        lora_target_modules=list(settings.lora_targets) or None,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        enable_prefix_caching=True,
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        **only_cpu,
-    )
+    llm = LLM(**engine_arguments(settings))
     connection.send(True)
     lora_ids: dict[Path, int] = {}
     while True:

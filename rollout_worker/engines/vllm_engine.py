@@ -7,13 +7,10 @@ samples from a wrong distribution at temperature > 0, and the reported logprobs 
 import asyncio
 import contextlib
 import gc
-import importlib.metadata
 import itertools
 import logging
-import os
 import tempfile
 from collections.abc import Awaitable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,25 +23,22 @@ from bucketrl.rollout_worker.engine import (
     SampledCompletion,
     SamplingRequest,
 )
-from bucketrl.rollout_worker.engines import parent_watch
 from bucketrl.rollout_worker.engines.checks import CLOSED, check_weights, checked_completion
 from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
 from bucketrl.rollout_worker.engines.placement import start_seeing
-from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
+from bucketrl.rollout_worker.engines.settings import EngineSettings
+from bucketrl.rollout_worker.engines.vllm_setup import (
+    engine_arguments,
+    installed_version,
+    kv_tokens,
+    set_environment,
+)
 from bucketrl.rollout_worker.engines.worker_extension import WorkerExtension
 
 logger = logging.getLogger(__name__)
 
-_CPU_STEP_TOKENS = 4096
-"""Prompt tokens that one engine step computes on CPU, at most."""
-_SPARE_CPU_ADAPTERS = 2
-"""Host slots beyond the GPU's: the version being added, and one whose last requests still run."""
-_CPU_BLOCK_TOKENS = 128
-"""Tokens per KV block of vLLM's CPU attention."""
 _ABORT_RETRY_S = 0.02
 """vLLM knows a request only some moments after it was handed over; until then an abort does nothing."""
-_CPU_KV_MIN, _CPU_KV_MAX = 64 << 20, 1 << 30
-"""Bounds of the KV cache that is chosen on CPU when nobody names its size, in bytes."""
 _DEATH_CHECK_S = 0.5
 """Between two looks at whether the engine process still lives while it owes an answer."""
 _READ_CHECK_S = 0.01
@@ -52,25 +46,6 @@ _READ_CHECK_S = 0.01
 _DEAD = "vLLM's engine process has ended; what it printed before tells why"
 
 T = TypeVar("T")
-
-
-def _set_environment() -> None:
-    """Must run before vllm is imported. What the user has set stays."""
-    wanted = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        # The model is a local folder: nothing is to be looked up on a hub.
-        "HF_HUB_OFFLINE": "1",
-        # After a fork the engine hangs once the parent has used torch's threads.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # The default pins every engine of the machine to the same first cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    if find_spec("flashinfer") is None:
-        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
-    os.environ[parent_watch.PARENT_VARIABLE] = str(os.getpid())
 
 
 class VllmEngine:
@@ -93,64 +68,28 @@ class VllmEngine:
         self._lora_ids = itertools.count(1)
         self._score_ids = itertools.count()
         split = (("tp", settings.tensor_parallel), ("pp", settings.pipeline_parallel))
-        self.name = f"vllm {_installed_version()}" + "".join(f" {key}={n}" for key, n in split if n > 1)
+        self.name = f"vllm {installed_version()}" + "".join(f" {key}={n}" for key, n in split if n > 1)
 
     async def start(self) -> None:
         await in_thread(self._build)
 
     def _build(self) -> None:
-        _set_environment()
+        set_environment()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        settings = self._settings
         self._on_cpu = current_platform.is_cpu()
-        kv_cache_bytes = settings.kv_cache_bytes
-        if kv_cache_bytes is None and self._on_cpu:
-            kv_cache_bytes = _cpu_kv_cache_bytes(read_json(settings.model_path / "config.json"), settings)
+        extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
         try:
-            self._llm = start_seeing(
-                settings.devices,
-                AsyncLLM.from_engine_args,
-                AsyncEngineArgs(
-                    model=str(settings.model_path),
-                    skip_tokenizer_init=True,
-                    dtype=settings.dtype,
-                    seed=settings.seed,
-                    tensor_parallel_size=settings.tensor_parallel,
-                    pipeline_parallel_size=settings.pipeline_parallel,
-                    max_model_len=settings.max_model_len,
-                    max_num_seqs=settings.max_requests,
-                    enable_lora=True,
-                    max_lora_rank=settings.lora_rank,
-                    # Without it vLLM prepares the head for adapters too: slow on CPU, and there prompt
-                    # logprobs next to other requests end the engine with a shape error.
-                    lora_target_modules=list(settings.lora_targets) or None,
-                    max_loras=settings.adapter_slots,
-                    max_cpu_loras=settings.adapter_slots + _SPARE_CPU_ADAPTERS,
-                    # Behaviour logprobs are those of the distribution sampled from, temperature included.
-                    logprobs_mode="processed_logprobs",
-                    # The model card's sampling defaults must not apply silently.
-                    generation_config="vllm",
-                    enable_prefix_caching=True,
-                    kv_cache_memory_bytes=kv_cache_bytes,
-                    gpu_memory_utilization=settings.gpu_memory_utilization,
-                    enforce_eager=self._on_cpu,
-                    disable_log_stats=True,
-                    # On CPU a request with a seed whose prompt is computed in parts ends the engine
-                    # ("CPU Generator does not use offset"): there every prompt is computed in one piece.
-                    enable_chunked_prefill=False if self._on_cpu else None,
-                    max_num_batched_tokens=max(_CPU_STEP_TOKENS, settings.max_model_len)
-                    if self._on_cpu
-                    else None,
-                    worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
-                ),
-            )
+            arguments = AsyncEngineArgs(**engine_arguments(self._settings), worker_extension_cls=extension)
+            self._llm = start_seeing(self._settings.devices, AsyncLLM.from_engine_args, arguments)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UserError(f"engine: vLLM cannot serve this configuration: {reason[:400]}") from error
-        self.capacity = EngineCapacity(_kv_tokens(self._llm.vllm_config.cache_config), settings.max_requests)
+        self.capacity = EngineCapacity(
+            kv_tokens(self._llm.vllm_config.cache_config), self._settings.max_requests
+        )
 
     async def add_adapter(self, version: int, folder: Path) -> None:
         await in_thread(check_weights, version, folder)
@@ -324,12 +263,6 @@ def _death_named() -> Iterator[None]:
         raise EngineDied(_DEAD) from error
 
 
-def _kv_tokens(cache: Any) -> int | None:
-    """Of a started engine. Only newer versions count for models whose layers need different blocks."""
-    counted = getattr(cache, "kv_cache_size_tokens", None)
-    return counted or (cache.num_gpu_blocks or 0) * cache.block_size or None
-
-
 def _sampled_logprobs(flat: Any, token_ids: tuple[int, ...]) -> tuple[float | None, ...]:
     """Of vLLM's FlatLogprobs; with `logprobs=0` it holds the sampled tokens alone."""
     if flat is None or tuple(flat.token_ids) != token_ids:
@@ -340,29 +273,3 @@ def _sampled_logprobs(flat: Any, token_ids: tuple[int, ...]) -> tuple[float | No
 def _logprob(row: Any, token: int) -> float | None:
     entry = row.get(token) if row else None
     return None if entry is None else float(entry.logprob)
-
-
-def _installed_version() -> str:
-    """vLLM's CPU build is a distribution of another name."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
-def _cpu_kv_cache_bytes(model: dict[str, Any], settings: EngineSettings) -> int:
-    """KV cache for `max_requests` requests of full length, within bounds, in bytes.
-
-    2 (key and value) x layers x KV heads x head size x bytes per element, per token.
-    """
-    heads = int(model["num_attention_heads"])
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    head_dim = int(model.get("head_dim") or model["hidden_size"] // heads)
-    element = 4 if settings.dtype == "float32" else 2
-    per_token = 2 * int(model["num_hidden_layers"]) * kv_heads * head_dim * element
-    blocks = -(-settings.max_model_len // _CPU_BLOCK_TOKENS)
-    wanted = per_token * blocks * _CPU_BLOCK_TOKENS * settings.max_requests
-    # One request of full length must fit, whatever the upper bound says.
-    return max(min(max(wanted, _CPU_KV_MIN), _CPU_KV_MAX), per_token * (blocks + 1) * _CPU_BLOCK_TOKENS)
