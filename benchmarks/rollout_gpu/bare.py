@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.rollout_gpu.measured_engine import Drawn
 from bucketrl.rollout_worker.engines.settings import EngineSettings
-from bucketrl.rollout_worker.engines.vllm_setup import engine_arguments, set_environment
+from bucketrl.rollout_worker.engines.vllm_setup import EXTENSION, engine_arguments, set_environment
 
 
 class BareVllm:
@@ -57,7 +57,7 @@ def _answer_all(connection: Connection, settings: EngineSettings) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(**engine_arguments(settings))
+    llm = LLM(**engine_arguments(settings), worker_extension_cls=EXTENSION)
     connection.send(True)
     lora_ids: dict[Path, int] = {}
     while True:

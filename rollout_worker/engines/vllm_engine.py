@@ -28,12 +28,12 @@ from bucketrl.rollout_worker.engines.null_adapter import write_null_adapter
 from bucketrl.rollout_worker.engines.placement import start_seeing
 from bucketrl.rollout_worker.engines.settings import EngineSettings
 from bucketrl.rollout_worker.engines.vllm_setup import (
+    EXTENSION,
     engine_arguments,
     installed_version,
     kv_tokens,
     set_environment,
 )
-from bucketrl.rollout_worker.engines.worker_extension import WorkerExtension
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,8 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._on_cpu = current_platform.is_cpu()
-        extension = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(self._settings), worker_extension_cls=extension)
+            arguments = AsyncEngineArgs(**engine_arguments(self._settings), worker_extension_cls=EXTENSION)
             self._llm = start_seeing(self._settings.devices, AsyncLLM.from_engine_args, arguments)
         except ValueError as error:
             reason = " ".join(str(error).split())

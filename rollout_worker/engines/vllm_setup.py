@@ -7,6 +7,10 @@ from typing import Any
 
 from bucketrl.rollout_worker.engines import parent_watch
 from bucketrl.rollout_worker.engines.settings import EngineSettings, read_json
+from bucketrl.rollout_worker.engines.worker_extension import WorkerExtension
+
+EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
+"""vLLM's `worker_extension_cls`."""
 
 _CPU_STEP_TOKENS = 4096
 """Prompt tokens that one engine step computes on CPU, at most."""
