@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -245,10 +246,17 @@ def _make_folders(folder: Path) -> None:
     try:
         folder.mkdir()
     except FileExistsError:
-        # Another writer's folder; if a deletion has taken it away meanwhile, the caller finds that out.
-        if folder.exists() and not folder.is_dir():
+        if _is_no_folder(folder):
             raise
     _sync_folder(folder.parent)
+
+
+def _is_no_folder(path: Path) -> bool:
+    """Something else stands there. Another writer's folder may be gone again by now: the caller finds that out."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)  # one look: between two it may come and go
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:
