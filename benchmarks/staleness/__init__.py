@@ -1,0 +1,1 @@
+"""What age the samples may have, under which correction: reward against lag."""
