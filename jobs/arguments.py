@@ -100,6 +100,9 @@ def _add_roles(verbs: Verbs) -> None:
     verb.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     verb.add_argument("--threads", type=positive, metavar="N", help="of the CPU; default: torch decides")
     verb.add_argument(
+        "--data-parallel", type=positive, default=1, metavar="N", help="processes, each on a GPU of its own"
+    )
+    verb.add_argument(
         "--poll",
         type=above_zero,
         default=2.0,

@@ -51,9 +51,10 @@ def check_engine(
     return _check("an engine" if engines == 1 else f"{engines} engines", engines * needed)
 
 
-def check_learner(config: RunConfig, model_folder: Path) -> str:
-    """One line for people. Raises UserError if a learner cannot fit."""
-    return _check("the learner", _learner(config, model_shape(model_folder)))
+def check_learner(config: RunConfig, model_folder: Path, processes: int = 1) -> str:
+    """One line for people. Raises UserError if a learner cannot fit: on CPU its processes share one memory."""
+    copies = 1 if _memory()[1] == THE_GPU else processes
+    return _check("the learner", copies * _learner(config, model_shape(model_folder)))
 
 
 def check_all(config: RunConfig, model_folder: Path, *, workers: int, kv_cache_bytes: int | None) -> str:

@@ -93,7 +93,7 @@ def learner(arguments: argparse.Namespace) -> int:
     run = open_run(store)
     client = connect(arguments.proxy, run) if arguments.proxy else None
     model_path = load_model(run, progress=logger.info)
-    logger.info(check_learner(run.config, model_path))
+    logger.info(check_learner(run.config, model_path, arguments.data_parallel))
     from bucketrl.learner.main import LearnerOptions, run_learner
 
     options = LearnerOptions(
@@ -102,6 +102,7 @@ def learner(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         poll_s=arguments.poll,
         threads=arguments.threads or 0,
+        data_parallel=arguments.data_parallel,
         keep=arguments.keep,
     )
     run_learner(store, run, model_path=model_path, client=client, options=options)

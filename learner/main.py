@@ -1,9 +1,9 @@
 """The learner job: builds the parts of `loop.Learner` and runs it until the run's last step.
 
-    bucketrl learner --bucket URL [--proxy URL] [--device cpu|cuda]
+    bucketrl learner --bucket URL [--proxy URL] [--device cpu|cuda] [--data-parallel N]
 
-On CPU a continued run is bit-identical to an undisturbed one with the same number of threads; on a GPU it
-is the same up to the rounding of its kernels.
+On CPU a continued run is bit-identical to an undisturbed one with the same number of threads and processes; on a
+GPU it is the same up to the rounding of its kernels.
 """
 
 import logging
@@ -32,6 +32,7 @@ from bucketrl.bucket.retention import resolve_keep
 from bucketrl.bucket.scratch import scratch_folder
 from bucketrl.bucket.store import Store, Tier
 from bucketrl.learner.batches import Batches
+from bucketrl.learner.data_parallel import DataParallel, Peers
 from bucketrl.learner.heartbeat import Heartbeats
 from bucketrl.learner.housekeeping import Housekeeping
 from bucketrl.learner.intake import Intake
@@ -64,6 +65,9 @@ class LearnerOptions:
     threads: int = 0
     """CPU threads of torch; 0 leaves its own choice (OMP_NUM_THREADS, else the cores). Recorded in the
     checkpoint: the rounding depends on it."""
+    data_parallel: int = 1
+    """Processes of this machine that share each step's micro-batches, each on a GPU of its own; without GPUs they
+    divide the threads among them."""
     keep: int | None = None
     """Commits whose trajectories, batches and adapters stay in the bucket; 0 keeps everything, None is the
     default of `bucket/retention.py`."""
@@ -88,6 +92,12 @@ def run_learner(
     with (
         scratch_folder(options.cache_dir, "learner-") as staging,
         _stop_on_signals(stop),
+        Peers(
+            options.data_parallel,
+            partial(PolicyModel.load, model_path, run.config),
+            device,
+            staging / "ranks",
+        ) as peers,
         Heartbeats(
             client,
             options.learner_id,
@@ -116,7 +126,7 @@ def run_learner(
         learner = Learner(
             run=run,
             log=log,
-            trainer=Trainer(policy, optimizer),
+            trainer=Trainer(policy, optimizer, DataParallel(policy, peers) if peers.size > 1 else None),
             publisher=Publisher(store, run, policy, optimizer, staging),
             intake=intake,
             batches=Batches(store, intake, new_id=_new_id),
@@ -128,6 +138,7 @@ def run_learner(
             store, run, lambda: log.state, keep=keep, learner_id=options.learner_id, now=_now
         )
         try:
+            peers.wait_until_up(stop.is_set)
             with housekeeping:
                 learner.learn(options.learner_id)
         except Stopped as stopped:
@@ -138,8 +149,16 @@ def _set_up_torch(options: LearnerOptions, seed: int) -> torch.device:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda: this machine has no usable GPU; use --device cpu")
     use_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    if options.threads > 0:
-        torch.set_num_threads(options.threads)
+    processes = options.data_parallel
+    if processes < 1:
+        raise UserError(f"--data-parallel {processes}: want the number of processes, from 1 on")
+    if use_cuda and processes > torch.cuda.device_count():
+        raise UserError(
+            f"--data-parallel {processes}: each process needs a GPU, and this machine has "
+            f"{torch.cuda.device_count()}"
+        )
+    if options.threads > 0 or processes > 1:
+        torch.set_num_threads(max(1, (options.threads or torch.get_num_threads()) // processes))
     if not use_cuda:
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,34 @@ from bucketrl.learner.packing import MicroBatch, TokenSequence
 from bucketrl.learner.parts import Stopped
 
 
+class Gradients(Protocol):
+    """What micro-batches add to the parameters' gradients; hides how many processes share them.
+
+    Both methods raise Stopped between two micro-batches once `stopping()` is true.
+    """
+
+    def begin(self, updates: Sequence[Sequence[MicroBatch]], step: int, stopping: Callable[[], bool]) -> None:
+        """Takes the micro-batches of each update of step `step`, when none of them is made yet."""
+
+    def accumulate(
+        self, update: int, denominators: Denominators, stopping: Callable[[], bool]
+    ) -> list[TokenStatistics]:
+        """Adds the gradient of update `update`; the statistics are in the order of its micro-batches."""
+
+
 class Trainer:
     """Gradients are accumulated over micro-batches and do not depend on how the batch is split."""
 
     def __init__(
-        self, policy: PolicyModel, optimizer: Optimizer, *, clock: Callable[[], float] = time.monotonic
+        self,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        gradients: Gradients | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._policy = policy
+        """Without `gradients`, this process makes them alone."""
+        self._gradients = gradients or Replica(policy)
         self._optimizer = optimizer
         self._algorithm = policy.config.algorithm
         self._max_tokens = policy.config.sampling.max_tokens
@@ -57,7 +78,7 @@ class Trainer:
         norms: list[float] = []
         with self._optimizer.atomic() if len(updates) > 1 else nullcontext():
             batches = [packing.pack(items, self._budget) for items in updates]
-            starts = self._start_logprobs(batches, step, stopping)
+            self._gradients.begin(batches, step, stopping)
             for update, items in enumerate(updates):
                 denominators = Denominators(
                     loss_tokens=sum(len(item.targets) for item in items),
@@ -65,11 +86,7 @@ class Trainer:
                     max_tokens=self._max_tokens,
                 )
                 self._optimizer.zero_grad()
-                for batch, start in zip(batches[update], starts[update], strict=True):
-                    _check(stopping, step)
-                    statistics.append(
-                        self._accumulate(batch, step, denominators, start, is_start=update == 0)
-                    )
+                statistics += self._gradients.accumulate(update, denominators, stopping)
                 norms.append(self._optimizer.step(step, update))
         tokens = sum(len(item.input_ids) for item in kept)
         return (
@@ -91,6 +108,30 @@ class Trainer:
         return reward + overlong_penalty(
             sum(loss_mask), self._max_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
         )
+
+
+class Replica:
+    """One copy of the policy, and the gradients that it makes."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._algorithm = policy.config.algorithm
+        self._updates: Sequence[Sequence[MicroBatch]] = ()
+        self._starts: list[list[Tensor | None]] = []
+        self._step = 0
+
+    def begin(self, updates: Sequence[Sequence[MicroBatch]], step: int, stopping: Callable[[], bool]) -> None:
+        self._updates, self._step = updates, step
+        self._starts = self._start_logprobs(updates, step, stopping)
+
+    def accumulate(
+        self, update: int, denominators: Denominators, stopping: Callable[[], bool]
+    ) -> list[TokenStatistics]:
+        statistics = []
+        for batch, start in zip(self._updates[update], self._starts[update], strict=True):
+            _check(stopping, self._step)
+            statistics.append(self._accumulate(batch, self._step, denominators, start, is_start=update == 0))
+        return statistics
 
     def _start_logprobs(
         self, batches: Sequence[Sequence[MicroBatch]], step: int, stopping: Callable[[], bool]
