@@ -56,10 +56,15 @@ def test_it_holds_every_file_of_the_packages(dist: Path) -> None:
     wanted = {"bucketrl/__init__.py", "bucketrl/py.typed", "bucketrl/proxy/dashboard.html"}
     for link in (ROOT / "src" / "bucketrl").iterdir():
         if link.is_symlink():
+            folder = link.resolve().relative_to(ROOT)
             tracked = run(
-                "git", "ls-files", "--cached", "--others", "--exclude-standard", link.name, cwd=ROOT
+                "git", "ls-files", "--cached", "--others", "--exclude-standard", str(folder), cwd=ROOT
             )
-            wanted |= {f"bucketrl/{name}" for name in tracked.splitlines() if (ROOT / name).exists()}
+            wanted |= {
+                f"bucketrl/{link.name}/{Path(name).relative_to(folder)}"
+                for name in tracked.splitlines()
+                if (ROOT / name).exists()
+            }
     assert wanted <= set(packed), sorted(wanted - set(packed))
 
 
