@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lags", default="0,1,2,4,8,16")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--problems", type=int, default=400)
+    parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
