@@ -1,4 +1,4 @@
-"""python -m benchmarks.rollout_gpu [--model smollm2] [--rounds 3] [--commits 100] [--quick]
+"""python -m benchmarks.rollout_gpu [--model smollm2] [--rounds 3] [--commits 100] [--pace 1]
 
 (a) The worker's tokens/s over those of vLLM alone, offline, on the same requests; rounds take turns. (b) From the
 learner's commit to the first token of the new version. (c) The longest gap between decode steps around a switch of

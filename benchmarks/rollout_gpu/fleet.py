@@ -16,7 +16,7 @@ from bucketrl.api.client import ProxyClient
 from bucketrl.bucket.records import RunRecord
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
-from bucketrl.jobs.runs import load_model, open_run
+from bucketrl.jobs.runs import open_run
 from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.engines.pool import EnginePool
 from bucketrl.rollout_worker.options import WorkerOptions
@@ -67,7 +67,6 @@ class Fleet:
     async def working(self, engine: MeasuredEngine, tokenizer: Tokenizer) -> AsyncIterator[None]:
         """All roles run inside. An error of the worker is raised at the end."""
         task = load_task(self.run.config.task)
-        load_model(self.run, progress=lambda _: None)
         for role in self._roles:
             role.start()
         pool = EnginePool(lambda _: engine, 1, group_size=self.run.config.sampling.group_size)

@@ -1,12 +1,10 @@
 """`linear_logprob`: the output head of a frozen model, from hidden states to log-probabilities and back."""
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from bucketrl.kernels import reference
+from bucketrl.kernels.triton_here import triton_is_here
 
 EAGER_LOGITS_BYTES = 64 << 20
 """Size of the float32 logits that exist at once where plain torch does the work."""
@@ -58,14 +56,6 @@ def _has_kernel(hidden_NH: Tensor, weight_VH: Tensor) -> bool:
         hidden_NH.is_cuda
         and hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
         and weight_VH.stride(1) == 1
-        and _triton_runs_on(hidden_NH.device)
-    )
-
-
-@cache
-def _triton_runs_on(device: torch.device) -> bool:
-    return (
-        torch.version.hip is None
-        and find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and triton_is_here()
+        and torch.cuda.get_device_capability(hidden_NH.device) >= (8, 0)
     )

@@ -1,7 +1,5 @@
 """`packed_policy_loss` and `group_advantage`: by one kernel on a GPU, by plain torch elsewhere."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from bucketrl.kernels import policy_reference
 from bucketrl.kernels.policy_reference import STATS, Objective
+from bucketrl.kernels.triton_here import triton_is_here
 
 __all__ = ["STATS", "Objective", "group_advantage", "packed_policy_loss"]
 
@@ -59,9 +58,4 @@ def group_advantage(
 
 
 def _has_kernel(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _triton_is_here()
-
-
-@cache
-def _triton_is_here() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+    return tensor.is_cuda and tensor.dtype != torch.float64 and triton_is_here()
