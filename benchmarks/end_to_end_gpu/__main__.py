@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = benchmark_record.write(
         NAME,
         result.figures,
-        command=" ".join(
-            ["python -m benchmarks.end_to_end_gpu", *(argv if argv is not None else sys.argv[1:])]
-        ),
+        command=_command(options),
         seeds=[config.seed],
         notes=NOTES,
         folder=out,
@@ -90,6 +88,13 @@ def _merged(
     changes: dict[str, dict[str, Any]], table: str, values: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     return changes | {table: changes.get(table, {}) | values} if values else changes
+
+
+def _command(options: argparse.Namespace) -> str:
+    """All that changes the figures."""
+    chosen = {name: getattr(options, name) for name in ("steps", "model", "device", "engine")}
+    given = [f"--{name} {value}" for name, value in chosen.items() if value and value != "cuda"]
+    return " ".join(["python -m benchmarks.end_to_end_gpu", *given])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
