@@ -57,7 +57,10 @@ def _answer_all(connection: Connection, settings: EngineSettings) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(**engine_arguments(settings), worker_extension_cls=EXTENSION)
+    arguments = engine_arguments(settings)
+    for own in ("max_num_batched_tokens", "compilation_config"):
+        arguments.pop(own, None)  # vLLM's own choice
+    llm = LLM(**arguments, worker_extension_cls=EXTENSION)
     connection.send(True)
     lora_ids: dict[Path, int] = {}
     while True:

@@ -13,6 +13,9 @@ from typing import Any
 from bucketrl.bucket.log import LogWriter
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.jobs.cli import main
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.optimizer import Optimizer
+from bucketrl.learner.trainer import Gradients, Trainer
 
 FOLDER = "BUCKETRL_BENCHMARK_FOLDER"
 """Environment variable: where `commits` is written, and `go-<step>` waited for if PACE_S is not set."""
@@ -27,10 +30,11 @@ def commits(folder: Path) -> dict[int, float]:
     return {int(step): float(when) for step, when in (line.split() for line in lines)}
 
 
-class PacedTrainer:
-    """`learner.trainer.Trainer` without the training."""
+class PacedTrainer(Trainer):
+    """Without the training."""
 
-    def __init__(self, policy: Any, optimizer: Any) -> None:
+    def __init__(self, policy: PolicyModel, optimizer: Optimizer, gradients: Gradients | None = None) -> None:
+        super().__init__(policy, optimizer, gradients)
         self._policy = policy
 
     def train(

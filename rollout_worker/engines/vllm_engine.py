@@ -86,6 +86,9 @@ class VllmEngine:
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UserError(f"engine: vLLM cannot serve this configuration: {reason[:400]}") from error
+        # A full collection would go through all that vLLM and torch have imported: 0.4 s without a token.
+        gc.collect()
+        gc.freeze()
         self.capacity = EngineCapacity(
             kv_tokens(self._llm.vllm_config.cache_config), self._settings.max_requests
         )
