@@ -1,13 +1,14 @@
 """Trains a run's batches again, undisturbed, and compares every adapter with what the run committed.
 
 The learner finds `batches/` already written (they are its write-ahead log) and the trajectories in place,
-so it needs neither workers nor a proxy. On CPU, with the torch and the number of threads of the run, every
-digest must come out equal, however often the run's own learner was killed.
+so it needs neither workers nor a proxy. On CPU, with the torch of the run and the threads and processes that each
+step's checkpoint names, every digest must come out equal, however often the run's own learner was killed.
 """
 
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from bucketrl.bucket import artifacts, keys
@@ -47,21 +48,32 @@ def replay(
     commits = _commits(source, run)
     if len(commits) < 2:
         raise UserError(f"bucket {source.url}: run {run.run_id} has no optimizer step to replay")
-    environment = _environment(source, commits[-1])
+    environments = {commit.step: _environment(source, commit) for commit in commits[1:]}
+    stretches = [
+        (environment, list(steps))
+        for environment, steps in groupby(environments, key=environments.__getitem__)
+    ]
     # A run that was stopped early is replayed as far as it came.
-    algorithm = run.config.algorithm.model_copy(update={"steps": commits[-1].step})
-    shorter = run.model_copy(update={"config": run.config.model_copy(update={"algorithm": algorithm})})
-    target.put(keys.RUN, shorter.encode())
-    copied = _copy(source, target, commits)
-    progress(
-        f"{copied} objects copied; training {commits[-1].step} steps again, {environment.threads} thread(s)"
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        options = LearnerOptions(
-            learner_id="replay", cache_dir=Path(scratch), device="cpu", threads=environment.threads, keep=0
+    target.put(keys.RUN, _until(run, commits[-1].step).encode())
+    progress(f"{_copy(source, target, commits)} objects copied")
+    for environment, steps in stretches:
+        progress(
+            f"training steps {steps[0]} to {steps[-1]} again: {environment.data_parallel} process(es) of "
+            f"{environment.threads} thread(s)"
         )
-        run_learner(target, shorter, model_path=model_path, client=None, options=options)
-    return len(commits), compare(commits, _commits(target, shorter))
+        with tempfile.TemporaryDirectory() as scratch:
+            options = LearnerOptions(
+                learner_id="replay",
+                cache_dir=Path(scratch),
+                device="cpu",
+                threads=environment.threads * environment.data_parallel,
+                data_parallel=environment.data_parallel,
+                keep=0,
+            )
+            run_learner(target, _until(run, steps[-1]), model_path=model_path, client=None, options=options)
+        if len(_commits(target, run)) <= steps[-1]:
+            break  # asked to stop: the next stretch would make the missing steps in the wrong environment
+    return len(commits), compare(commits, _commits(target, run))
 
 
 def compare(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> list[Difference]:
@@ -88,8 +100,13 @@ def _copy(source: Store, target: Store, commits: Sequence[StepRecord]) -> int:
     return len(copies)
 
 
+def _until(run: RunRecord, step: int) -> RunRecord:
+    algorithm = run.config.algorithm.model_copy(update={"steps": step})
+    return run.model_copy(update={"config": run.config.model_copy(update={"algorithm": algorithm})})
+
+
 def _environment(store: Store, commit: StepRecord) -> Environment:
-    """Under what the newest checkpoint was written. Raises UserError if this process cannot do the same."""
+    """Under what a step was made. Raises UserError if this process cannot do the same."""
     [file] = [file for file in commit.checkpoint.files if file.key.endswith(f"/{DESCRIPTION_FILE}")]
     description = Description.model_validate_json(artifacts.read_verified(store, file))
     if description.environment.device != "cpu":

@@ -34,10 +34,18 @@ class Environment(BaseModel):
     torch_version: str
     device: str
     threads: int
+    """Of each process."""
+    data_parallel: int = 1
+    """Processes that shared the step's micro-batches: for each number, gradients are summed in another order."""
 
     @classmethod
-    def of(cls, device: torch.device) -> "Environment":
-        return cls(torch_version=torch.__version__, device=device.type, threads=torch.get_num_threads())
+    def of(cls, device: torch.device, data_parallel: int) -> "Environment":
+        return cls(
+            torch_version=torch.__version__,
+            device=device.type,
+            threads=torch.get_num_threads(),
+            data_parallel=data_parallel,
+        )
 
 
 class Description(BaseModel):
@@ -50,7 +58,15 @@ class Description(BaseModel):
     environment: Environment
 
 
-def save(folder: Path, policy: PolicyModel, optimizer: Optimizer, *, run_id: str, step: int) -> None:
+def save(
+    folder: Path,
+    policy: PolicyModel,
+    optimizer: Optimizer,
+    *,
+    run_id: str,
+    step: int,
+    data_parallel: int = 1,
+) -> None:
     """Writes the two files into `folder`, which exists."""
     tensors = {f"adapter/{name}": value.detach() for name, value in policy.parameters.items()}
     for name, (first, second) in optimizer.moments().items():
@@ -58,15 +74,25 @@ def save(folder: Path, policy: PolicyModel, optimizer: Optimizer, *, run_id: str
         tensors[f"exp_avg_sq/{name}"] = second
     tensors["rng"] = torch.get_rng_state()
     save_file(tensors, folder / STATE_FILE)
-    description = Description(run_id=run_id, step=step, environment=Environment.of(policy.device))
+    environment = Environment.of(policy.device, data_parallel)
+    description = Description(run_id=run_id, step=step, environment=environment)
     (folder / DESCRIPTION_FILE).write_text(
         json.dumps(description.model_dump(), indent=1, sort_keys=True) + "\n"
     )
 
 
-def load(folder: Path, policy: PolicyModel, optimizer: Optimizer, *, run_id: str, step: int) -> None:
+def load(
+    folder: Path,
+    policy: PolicyModel,
+    optimizer: Optimizer,
+    *,
+    run_id: str,
+    step: int,
+    data_parallel: int = 1,
+) -> None:
     """Brings a freshly made policy and optimizer, and torch's generator, to the state after `step`.
 
+    Under another environment, of another `data_parallel` for one, training goes on, equal up to rounding.
     Raises IntegrityError if `folder` is no checkpoint of that step and this adapter.
     """
     try:
@@ -79,7 +105,7 @@ def load(folder: Path, policy: PolicyModel, optimizer: Optimizer, *, run_id: str
             f"checkpoint of run {description.run_id} step {description.step}, want {run_id} step {step}"
         )
     _check_names(tensors, policy, with_moments=step > 0)
-    now = Environment.of(policy.device)
+    now = Environment.of(policy.device, data_parallel)
     if now != description.environment:
         logger.warning(
             "the checkpoint was written under %s, this is %s: training goes on, but not bit for bit",

@@ -67,7 +67,8 @@ class LearnerOptions:
     checkpoint: the rounding depends on it."""
     data_parallel: int = 1
     """Processes of this machine that share each step's micro-batches, each on a GPU of its own; without GPUs they
-    divide the threads among them."""
+    divide the threads among them. Recorded in the checkpoint; a run may go on with another number, equal up to
+    rounding."""
     keep: int | None = None
     """Commits whose trajectories, batches and adapters stay in the bucket; 0 keeps everything, None is the
     default of `bucket/retention.py`."""
@@ -127,7 +128,7 @@ def run_learner(
             run=run,
             log=log,
             trainer=Trainer(policy, optimizer, DataParallel(policy, peers) if peers.size > 1 else None),
-            publisher=Publisher(store, run, policy, optimizer, staging),
+            publisher=Publisher(store, run, policy, optimizer, staging, peers.size),
             intake=intake,
             batches=Batches(store, intake, new_id=_new_id),
             heartbeats=heartbeats,

@@ -23,13 +23,20 @@ class Publisher:
     """Publishes the state after each step as policy version = step."""
 
     def __init__(
-        self, store: Store, run: RunRecord, policy: PolicyModel, optimizer: Optimizer, staging: Path
+        self,
+        store: Store,
+        run: RunRecord,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        staging: Path,
+        data_parallel: int = 1,
     ) -> None:
         self._store = store
         self._run = run
         self._policy = policy
         self._optimizer = optimizer
         self._staging = staging
+        self._data_parallel = data_parallel
         self._probe = probe_tokens(run.config.seed, policy.vocab_size)
         with policy.base_only():
             self._base_logprobs = tuple(policy.score(self._probe))
@@ -40,7 +47,14 @@ class Publisher:
             save_adapter(Path(name), self._policy)
             adapter = artifacts.publish(self._store, keys.policy(step, epoch), Path(name))
         with tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as name:
-            checkpoint.save(Path(name), self._policy, self._optimizer, run_id=self._run.run_id, step=step)
+            checkpoint.save(
+                Path(name),
+                self._policy,
+                self._optimizer,
+                run_id=self._run.run_id,
+                step=step,
+                data_parallel=self._data_parallel,
+            )
             state = artifacts.publish(self._store, keys.checkpoint(step, epoch), Path(name))
         canary = Canary(
             token_ids=self._probe,
@@ -57,7 +71,14 @@ class Publisher:
         """Brings policy and optimizer to the state after `commit`. Raises StoreError, IntegrityError."""
         with tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as name:
             folder = artifacts.fetch(self._store, commit.checkpoint.files, Path(name) / "checkpoint")
-            checkpoint.load(folder, self._policy, self._optimizer, run_id=self._run.run_id, step=commit.step)
+            checkpoint.load(
+                folder,
+                self._policy,
+                self._optimizer,
+                run_id=self._run.run_id,
+                step=commit.step,
+                data_parallel=self._data_parallel,
+            )
 
 
 def save_adapter(folder: Path, policy: PolicyModel) -> None:

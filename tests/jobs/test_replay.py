@@ -1,16 +1,34 @@
 """Comparing a replay with its run."""
 
+import multiprocessing
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 from tests.bucket.builders import Learner, file_ref, group, run_record, upload
+from tests.learner.worlds import (
+    make_config,
+    make_run,
+    put_group,
+    sample_group,
+    save_tiny_model,
+    stock_model,
+)
 
+from bucketrl.bucket import keys
 from bucketrl.bucket.errors import UserError
-from bucketrl.bucket.records import StepRecord
+from bucketrl.bucket.records import RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
+from bucketrl.bucket.stores.memory import MemoryStore
+from bucketrl.jobs import replay as replay_module
 from bucketrl.jobs.replay import Difference, compare, replay
 from bucketrl.jobs.runs import read_log
+from bucketrl.learner import data_parallel
+from bucketrl.learner.main import LearnerOptions, run_learner
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.publish import save_adapter
 
 
 def store_of(steps: int, *, changed: int | None = None) -> Store:
@@ -28,8 +46,8 @@ def store_of(steps: int, *, changed: int | None = None) -> Store:
     return store
 
 
-def commits(store: Store) -> list[StepRecord]:
-    return [record for record in read_log(store, run_record()) if isinstance(record, StepRecord)]
+def commits(store: Store, run: RunRecord | None = None) -> list[StepRecord]:
+    return [record for record in read_log(store, run or run_record()) if isinstance(record, StepRecord)]
 
 
 def test_equal_bytes_are_no_difference() -> None:
@@ -62,3 +80,45 @@ def test_a_run_without_a_step_is_refused() -> None:
     empty = open_store(f"memory://{uuid4().hex}")
     with pytest.raises(UserError, match="no optimizer step to replay"):
         replay(store_of(0), empty, run_record(), model_path=None, progress=print)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_each_step_is_replayed_with_the_number_of_processes_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps by two processes and one by one, which makes other bytes where it makes them all. The processes are
+    forked: what is tested is what they sum, not how they start."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(data_parallel, "get_context", lambda _: multiprocessing.get_context("fork"))
+
+    def run(steps: int) -> RunRecord:
+        return make_run(make_config(algorithm={"steps": steps}, learner={"tokens_per_microbatch": 15}))
+
+    def learn(store: Store, steps: int, processes: int) -> None:
+        options = LearnerOptions(
+            "l", tmp_path, device="cpu", poll_s=0.001, threads=processes, data_parallel=processes, keep=0
+        )
+        run_learner(store, run(steps), model_path=model, client=None, options=options)
+
+    model, adapter = save_tiny_model(tmp_path / "model"), tmp_path / "adapter"
+    save_adapter(adapter, PolicyModel.load(model, run(3).config, torch.device("cpu")))
+    stock = stock_model(model, adapter)
+    mixed, alone = MemoryStore(), MemoryStore()
+    for ordinal in range(6):
+        sampled = sample_group(stock, ordinal, config=run(3).config, version=0)
+        for store in (mixed, alone):
+            store.put(keys.RUN, run(3).encode())
+            put_group(store, sampled)
+    learn(alone, 3, 1)
+    learn(mixed, 2, 2)
+    learn(mixed, 3, 1)
+    assert compare(commits(mixed, run(3)), commits(alone, run(3))) != []
+    assert replay(mixed, MemoryStore(), run(3), model_path=model, progress=print) == (4, [])
+
+    asked: list[int] = []
+    monkeypatch.setattr(
+        replay_module, "run_learner", lambda *_, options, **__: asked.append(options.data_parallel)
+    )
+    _, missing = replay(mixed, MemoryStore(), run(3), model_path=model, progress=print)
+    assert {difference.here for difference in missing} == {"absent"}
+    assert asked == [2]  # a replay that was asked to stop goes no further

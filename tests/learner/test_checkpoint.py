@@ -97,11 +97,24 @@ def test_a_torn_file_is_refused(model_folder: Path, saved: Path, name: str) -> N
         checkpoint.load(saved, *fresh(model_folder), run_id=RUN_ID, step=2)
 
 
-def test_another_thread_count_is_warned_about(
+@pytest.mark.parametrize("field", ["threads", "data_parallel"])
+def test_another_number_of_threads_or_processes_is_warned_about(
+    model_folder: Path, saved: Path, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    description = json.loads((saved / "checkpoint.json").read_text())
+    description["environment"][field] += 1
+    (saved / "checkpoint.json").write_text(json.dumps(description))
+    checkpoint.load(saved, *fresh(model_folder), run_id=RUN_ID, step=2)
+    assert "not bit for bit" in caplog.text
+
+
+def test_a_checkpoint_from_before_processes_were_counted_is_that_of_one(
     model_folder: Path, saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     description = json.loads((saved / "checkpoint.json").read_text())
-    description["environment"]["threads"] += 1
+    del description["environment"]["data_parallel"]
     (saved / "checkpoint.json").write_text(json.dumps(description))
     checkpoint.load(saved, *fresh(model_folder), run_id=RUN_ID, step=2)
+    assert caplog.text == ""
+    checkpoint.load(saved, *fresh(model_folder), run_id=RUN_ID, step=2, data_parallel=2)
     assert "not bit for bit" in caplog.text
