@@ -59,12 +59,15 @@ class PolicyModel:
         Raises UserError if the model cannot be trained as configured.
         """
         causal = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, config.model.dtype),
-            attn_implementation=attention.NAME,
-            local_files_only=True,
+            folder, dtype=getattr(torch, config.model.dtype), local_files_only=True
         )
+        return cls.from_causal(causal, config, device)
+
+    @classmethod
+    def from_causal(cls, causal: Any, config: RunConfig, device: torch.device) -> "PolicyModel":
+        """As `load`, of a base model that is already there and becomes part of the policy."""
         causal.requires_grad_(False)
+        causal.set_attn_implementation(attention.NAME)
         lora = LoraConfig(
             r=config.lora.rank,
             lora_alpha=config.lora.alpha,
