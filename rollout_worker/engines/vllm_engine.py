@@ -43,6 +43,10 @@ _DEATH_CHECK_S = 0.5
 """Between two looks at whether the engine process still lives while it owes an answer."""
 _READ_CHECK_S = 0.01
 """Between two looks at whether the engine process has read an adapter."""
+HANG_CHECK_S = 15.0
+HANG_S = 120.0
+"""An engine process that answers nothing for so long is stuck for ever: in a collective that waits for a lost
+process, on a GPU that is gone. It answers between two steps, of which none takes more than seconds."""
 _DEAD = "vLLM's engine process has ended; what it printed before tells why"
 
 T = TypeVar("T")
@@ -63,6 +67,7 @@ class VllmEngine:
         self._running: dict[str, asyncio.Task[Any]] = {}
         """By request id."""
         self._closing = False
+        self._hang_watch: asyncio.Task[None] | None = None
         # vLLM caches adapters by id and prefixes by name: neither is ever used twice, not even when a
         # version is added again after it failed its canary.
         self._lora_ids = itertools.count(1)
@@ -72,6 +77,20 @@ class VllmEngine:
 
     async def start(self) -> None:
         await in_thread(self._build)
+        self._hang_watch = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Ends an engine process that hangs, so that its requests fail and it can be started again."""
+        with contextlib.suppress(EngineDied):
+            while True:
+                await asyncio.sleep(HANG_CHECK_S)
+                try:
+                    await asyncio.wait_for(self._answer(self._llm.list_loras()), HANG_S)
+                except TimeoutError:
+                    logger.error("vLLM's engine process has answered nothing for %g s: it is killed", HANG_S)
+                    for process in self._llm.engine_core.resources.engine_manager.processes:
+                        process.kill()
+                    return
 
     def _build(self) -> None:
         set_environment()
@@ -237,6 +256,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._closing = True
+        if self._hang_watch is not None:
+            self._hang_watch.cancel()
         running, self._running = list(self._running.values()), {}
         for task in running:
             task.cancel()
@@ -252,6 +273,7 @@ class VllmEngine:
         await in_thread(self._llm.shutdown)
         self._llm = None
         # Its finalizer fails, with a traceback, if it first runs while the interpreter shuts down.
+        gc.unfreeze()
         gc.collect()
 
 

@@ -23,7 +23,7 @@ from bucketrl.rollout_worker.engine import (
     SampledCompletion,
     SamplingRequest,
 )
-from bucketrl.rollout_worker.engines import create_engine, member
+from bucketrl.rollout_worker.engines import create_engine, member, vllm_engine
 from bucketrl.rollout_worker.engines.member import Judge, restart_delay
 from bucketrl.rollout_worker.engines.pool import EnginePool, choose
 
@@ -641,15 +641,19 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
-async def test_a_killed_vllm_process_is_started_again_and_the_request_answered(setting: Setting) -> None:
+async def test_a_vllm_process_that_hangs_is_started_again_and_the_request_answered(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "HANG_CHECK_S", 0.5)
     pool = EnginePool(lambda index: create_engine("vllm", make_settings(setting.model)), 1, group_size=4)
     await pool.start()
     await serve(pool, setting)
     before = engine_processes()
-    os.kill(before[0], signal.SIGSTOP)  # so that it dies with the request, however fast it would answer
+    monkeypatch.setattr(vllm_engine, "HANG_S", 2.0)
+    os.kill(before[0], signal.SIGSTOP)
     running = asyncio.create_task(pool.generate(request(2, seed=1, max_tokens=400, temperature=0.0)))
-    await asyncio.sleep(0.3)
-    os.kill(before[0], signal.SIGKILL)
+    await until(lambda: not alive(before[0]), 30)
+    monkeypatch.undo()  # the next process may take its time
     got = await asyncio.wait_for(running, 200)
     assert pool.redrawn == 1
     assert got.policy_versions == (2,) * len(got.token_ids)
