@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bucketrl.bucket.config import AlgorithmConfig
+from bucketrl.kernels.policy_terms import MAX_LOG_RATIO
 from bucketrl.learner.advantages import deviation
-from bucketrl.learner.losses import MAX_LOG_RATIO
 from bucketrl.learner.select import Candidate, SkipReason
 
 Array = npt.NDArray[np.float64]
@@ -35,17 +35,15 @@ class TokenStatistics:
     behaviour_logprobs: Floats
     advantages: Floats
     versions: npt.NDArray[np.int64]
-    log_ratio: Floats
-    """Of the surrogate: to the proximal policy if there is one, at the algorithm's level."""
+    sequence_ids: npt.NDArray[np.int64]
+    """Which completion of the batch; all of its tokens are there."""
+    proximal_logprobs: Floats | None = None
+    """Under the proximal policy; None without one."""
     start_logprobs: Floats | None = None
     """Under the policy that the step starts from; None where an earlier update has moved it and nothing was
     recomputed."""
     reference_logprobs: Floats | None = None
     """Under the base model; None without a divergence."""
-    log_weight: Floats | None = None
-    """Of the importance weight at its level, raw; None without one."""
-    masked: npt.NDArray[np.bool_] | None = None
-    """By the importance mask; None without one."""
 
 
 def token_metrics(
@@ -59,6 +57,7 @@ def token_metrics(
         for name in TokenStatistics.__slots__
         if name not in ("versions", "start_logprobs") and getattr(statistics[0], name) is not None
     }
+    columns |= _at_levels(columns, algorithm)
     metrics = {"loss_tokens": float(len(lag)), "staleness_mean": float(lag.mean())}
     metrics |= {"staleness_max": float(lag.max())} | _over(columns, algorithm)
     for value, count in zip(*np.unique(lag, return_counts=True), strict=True):
@@ -68,6 +67,27 @@ def token_metrics(
             f"{name}_lag_{value}": measured for name, measured in of_lag.items() if name not in NOT_BY_LAG
         }
     return metrics | _mismatch(statistics, step)
+
+
+def _at_levels(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, Array]:
+    """The log ratios that the surrogate, the importance weight and the importance mask look at, as far as the
+    algorithm has them; each clamped, then by token or as the mean over its completion."""
+    logprobs, behaviour = tokens["logprobs"], tokens["behaviour_logprobs"]
+    to_centre = logprobs - tokens.get("proximal_logprobs", behaviour)
+    to_behaviour = tokens.get("proximal_logprobs", logprobs) - behaviour
+    _, sequence, lengths = np.unique(tokens["sequence_ids"], return_inverse=True, return_counts=True)
+    found = {}
+    for name, level, difference in (
+        ("log_ratio", algorithm.ratio_level, to_centre),
+        ("log_weight", algorithm.importance_weight, to_behaviour),
+        ("log_band", algorithm.importance_mask, to_behaviour),
+    ):
+        clamped = difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        if level == "token":
+            found[name] = clamped
+        elif level == "sequence":
+            found[name] = (np.bincount(sequence, clamped) / lengths)[sequence]
+    return found
 
 
 def _over(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, float]:
@@ -84,7 +104,8 @@ def _over(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, flo
         "kl_k1": float(-log_ratio.mean()),
         "kl_k3": float((ratio - 1.0 - log_ratio).mean()),
     }
-    metrics |= _clip_fractions(tokens["advantages"], np.exp(tokens["log_ratio"]), algorithm)
+    if "log_ratio" in tokens:
+        metrics |= _clip_fractions(tokens["advantages"], np.exp(tokens["log_ratio"]), algorithm)
     if "log_weight" in tokens:
         assert algorithm.importance_cap is not None
         weight: Array = np.exp(tokens["log_weight"])
@@ -95,8 +116,12 @@ def _over(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, flo
             "weight_ess": _effective_sample_size(weight),
             "weight_truncated_fraction": float((weight > algorithm.importance_cap).mean()),
         }
-    if "masked" in tokens:
-        metrics["weight_masked_fraction"] = float(tokens["masked"].mean())
+    if "log_band" in tokens:
+        assert algorithm.importance_mask_low is not None
+        assert algorithm.importance_mask_high is not None
+        weight = np.exp(tokens["log_band"])
+        outside = (weight < algorithm.importance_mask_low) | (weight > algorithm.importance_mask_high)
+        metrics["weight_masked_fraction"] = float(outside.mean())
     if "reference_logprobs" in tokens:
         over_base = (tokens["logprobs"] - tokens["reference_logprobs"]).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         metrics |= {
@@ -109,8 +134,7 @@ def _over(tokens: dict[str, Array], algorithm: AlgorithmConfig) -> dict[str, flo
 
 def _clip_fractions(advantages: Array, ratio: Array, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Shares of the tokens whose gradient the clip cancels; with CISPO, whose weight it bounds."""
-    if algorithm.clip_high is None:
-        return {}
+    assert algorithm.clip_high is not None
     above = ratio > 1.0 + algorithm.clip_high
     if algorithm.clip_low is None:
         return {"clip_fraction_high": float(above.mean())}

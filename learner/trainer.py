@@ -17,7 +17,7 @@ from bucketrl.learner import packing
 from bucketrl.learner.advantages import batch_advantages, overlong_penalty
 from bucketrl.learner.metrics import TokenStatistics, batch_metrics, token_metrics
 from bucketrl.learner.model import PolicyModel
-from bucketrl.learner.objective import Denominators, Samples, aggregate, token_loss
+from bucketrl.learner.objective import Denominators, Samples, policy_loss, proximal_logprobs
 from bucketrl.learner.optimizer import Optimizer, learning_rate
 from bucketrl.learner.packing import MicroBatch, TokenSequence
 from bucketrl.learner.parts import Stopped
@@ -167,8 +167,8 @@ class Replica:
         samples = self._samples(batch, step, start, reference)
         with_entropy = self._algorithm.entropy_coefficient > 0
         logprobs, entropy = self._policy.logprobs(batch, entropy_grad=with_entropy)
-        made = token_loss(self._algorithm, logprobs, entropy, samples)
-        loss = aggregate(self._algorithm, made.loss, samples, denominators)
+        proximal = proximal_logprobs(self._algorithm, logprobs, samples)
+        loss = policy_loss(self._algorithm, logprobs, entropy, proximal, samples, denominators)
         loss.backward()  # type: ignore[no-untyped-call]
         return TokenStatistics(
             logprobs=_numpy(logprobs),
@@ -176,33 +176,31 @@ class Replica:
             behaviour_logprobs=batch.behaviour_logprobs,
             advantages=batch.advantages,
             versions=batch.versions,
-            log_ratio=_numpy(made.log_ratio),
+            sequence_ids=batch.sequence_ids,
+            proximal_logprobs=_if_there(proximal),
             start_logprobs=_if_there(logprobs if is_start else start),
             reference_logprobs=_if_there(reference),
-            log_weight=_if_there(made.log_weight),
-            masked=_if_there(made.masked),
         )
 
     def _samples(
         self, batch: MicroBatch, step: int, start: Tensor | None, reference: Tensor | None
     ) -> Samples:
-        _, sequence, lengths = np.unique(batch.sequence_ids, return_inverse=True, return_counts=True)
-        behaviour, advantages, lag, sequence_N, lengths_S = (
+        # The tokens of a completion lie side by side.
+        starts = np.flatnonzero(np.diff(batch.sequence_ids, prepend=-1))
+        behaviour, advantages, lag, cu_seqlens = (
             torch.from_numpy(array).to(self._policy.device)
             for array in (
                 batch.behaviour_logprobs,
-                batch.advantages,
+                batch.advantages[starts],
                 (step - 1) - batch.versions,
-                sequence,
-                lengths,
+                np.append(starts, len(batch.sequence_ids)),
             )
         )
         return Samples(
             behaviour_logprobs=behaviour,
             advantages=advantages,
             lag=lag,
-            sequence=sequence_N,
-            lengths=lengths_S,
+            cu_seqlens=cu_seqlens,
             start_logprobs=start,
             reference_logprobs=reference,
         )

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels_gpu import correctness_policy
+from benchmarks.kernels_gpu.correctness_policy import Check
 from benchmarks.kernels_gpu.heads import REGIMES, Head, Truth, make, relative, truth
-from bucketrl.kernels import policy, policy_reference, reference
+from bucketrl.kernels import policy, reference
 from bucketrl.kernels.logprob import linear_logprob
 from bucketrl.kernels.logprob_cuda import Plan
 from bucketrl.kernels.logprob_cuda import linear_logprob as kernel
@@ -24,7 +26,6 @@ PLANS = {
     "fused": Plan(fused=True, block=256, workspace_bytes=1 << 28),
     "fused, 128 wide": Plan(fused=True, block=128, warps=4, resident=2, workspace_bytes=1 << 28),
 }
-Check = Callable[[], tuple[float, float]]
 
 
 def checks(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Check]]:
@@ -41,18 +42,17 @@ def checks(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Check]]:
         yield f"K1 {name}: the same bits three times", partial(_repeats, plan)
     for name, fused in {"cuBLAS": False, "fused": True}.items():
         yield f"1 K1 {name}: a chunk of more than 2^31 logits", partial(_beyond_int32, fused)
+    yield "1 K1: more than 2^31 hidden values", _long
     yield "8 K1: gradient error over that of bfloat16 autograd", _against_autograd
     yield "10 K1: gradient of the most confident rows", _confident
     yield "13 K1: under torch.compile", _compiled
+    yield "23, 29 K1: the same bits under autocast, in a second backward pass", _autocast_twice
     yield "14 K1: strided hidden states", _strided
     yield "18 K1: memory beside the results, GiB", _memory
     yield "20 K1, K2: the host never waits", _no_wait
     yield "25 K1: GEMMs on float32 operands", _float32_gemms
     yield "32 K1: the greatest log-probability", _above_zero
-    for kind in ("ppo", "gspo", "cispo", "reinforce"):
-        yield f"20, 21 K2 {kind}: against float64, poisoned", partial(_policy, kind)
-    yield "K2: the same bits three times", _policy_repeats
-    yield "22 K2: group advantages", _groups
+    yield from correctness_policy.checks()
 
 
 def run(quick: bool) -> tuple[int, int]:
@@ -122,7 +122,9 @@ def _gradient(plan: Plan, regime: str) -> tuple[float, float]:
 
 
 def _ragged(plan: Plan) -> tuple[float, float]:
-    heads = [_small("uniform", 130, vocabulary, 256) for vocabulary in (1, 7, 1000, 4095, 4097, 22016, 50257)]
+    heads = [
+        _small("uniform", 130, vocabulary, 256) for vocabulary in (1, 7, 1000, 4097, 22016, 151935, 152063)
+    ]
     return max(_worst(_compare(head, plan)) for head in heads), 1.0
 
 
@@ -173,6 +175,20 @@ def _beyond_int32(fused: bool) -> tuple[float, float]:
     return relative(whole[0], parts[0].double()) + relative(whole[2], parts[2].double()), 3e-3
 
 
+def _long() -> tuple[float, float]:
+    """Backward's rows, too: the last ones are looked at by themselves."""
+    rows, size = (1 << 31) // 4096 + 700, 4096
+    short = make(700, size, 1000, "mixed", seed=3)
+    hidden = torch.zeros(rows, size, dtype=torch.bfloat16, device="cuda")
+    hidden[-700:] = short.hidden
+    targets = torch.full((rows,), reference.IGNORE_INDEX, device="cuda")
+    targets[-700:] = short.targets
+    upstream = torch.cat([torch.ones(rows - 700, device="cuda"), short.upstream])
+    found = _results(Head(hidden, short.weight, targets, upstream), Plan())
+    want = _results(short, Plan())
+    return max(relative(ours[-700:], theirs.double()) for ours, theirs in zip(found, want, strict=True)), 3e-3
+
+
 def _against_autograd() -> tuple[float, float]:
     head = _small()
     want = truth(head)
@@ -195,9 +211,28 @@ def _confident() -> tuple[float, float]:
 
 def _compiled() -> tuple[float, float]:
     head = _small(rows=64)
-    compiled = torch.compile(lambda hidden: linear_logprob(hidden, head.weight, head.targets)[0] * 2.0)
-    want = linear_logprob(head.hidden, head.weight, head.targets)[0] * 2.0
-    return float((compiled(head.hidden) - want).abs().max()), 0.0
+
+    def call(hidden: Tensor) -> Tensor:
+        return linear_logprob(hidden * 1.5, head.weight, head.targets, 0.7)[0] * 2.0
+
+    def results(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        hidden = head.hidden.clone().requires_grad_()
+        logprobs = function(hidden)
+        return logprobs.detach(), torch.autograd.grad(logprobs, hidden, head.upstream)[0]
+
+    pairs = zip(results(torch.compile(call)), results(call), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs), 0.0
+
+
+def _autocast_twice() -> tuple[float, float]:
+    head = _small()
+    want = _results(head, Plan())
+    hidden = head.hidden.clone().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logprobs, entropy = kernel(hidden, head.weight, head.targets, plan=Plan())
+        grads = [torch.autograd.grad(logprobs, hidden, head.upstream, retain_graph=True)[0] for _ in range(2)]
+    pairs = zip([logprobs, entropy, *grads], [*want, want[2]], strict=True)
+    return float(sum(not torch.equal(ours, theirs) for ours, theirs in pairs)), 0.0
 
 
 def _strided() -> tuple[float, float]:
@@ -220,7 +255,7 @@ def _memory() -> tuple[float, float]:
 
 
 def _no_wait() -> tuple[float, float]:
-    head, (inputs, objective) = _small(), _policy_inputs("gspo")
+    head, (inputs, objective) = _small(), correctness_policy.policy_inputs("gspo")
     rows = torch.arange(700) % 3 != 0
     hidden = head.hidden.requires_grad_()
 
@@ -256,72 +291,3 @@ def _above_zero() -> tuple[float, float]:
     head = _small("confident", rows=4096)
     best = (head.hidden @ head.weight.T).argmax(dim=1)
     return float(linear_logprob(head.hidden, head.weight, best)[0].max()), 0.0
-
-
-def _policy_inputs(kind: Any, poison: bool = False) -> tuple[dict[str, Any], policy.Objective]:
-    count, sequences = 65536, 256
-    generator = torch.Generator("cuda").manual_seed(7)
-
-    def normal(scale: float, size: int = count) -> Tensor:
-        return torch.randn(size, device="cuda", generator=generator) * scale
-
-    logprobs = -normal(1.0).abs()
-    cu = torch.randint(0, count - 100, (sequences + 1,), device="cuda", generator=generator).sort()[0]
-    cu[0] = 0
-    inputs: dict[str, Any] = {
-        "logprobs_N": logprobs, "behaviour_N": logprobs + normal(0.3),
-        "advantages_B": normal(1.0, sequences), "cu_seqlens": cu, "norm": 40000.0, "mask_N": normal(1.0) > -0.3,
-        "proximal_N": logprobs + normal(0.2), "reference_N": logprobs + normal(0.4),
-        "entropy_N": normal(1.0).abs(), "weights_B": normal(1.0, sequences).abs(),
-    }  # fmt: skip
-    if poison:
-        for value in (torch.nan, torch.inf, -torch.inf, -1e10):
-            places = torch.randint(count, (500,), device="cuda", generator=generator)
-            inputs["behaviour_N"][places] = value
-            inputs["logprobs_N"][places[~inputs["mask_N"][places]]] = value
-    return inputs, policy.Objective(
-        kind=kind, dual_clip=3.0, correction_cap=1.3, kl_coef=0.05, entropy_coef=0.01
-    )
-
-
-def _policy_results(function: Any, inputs: dict[str, Any], objective: policy.Objective) -> list[Tensor]:
-    inputs = dict(inputs) | {
-        name: inputs[name].clone().requires_grad_() for name in ("logprobs_N", "entropy_N")
-    }
-    loss, stats = function(**inputs, objective=objective)
-    loss.backward()
-    return [loss.detach(), stats, inputs["logprobs_N"].grad, inputs["entropy_N"].grad]
-
-
-def _policy(kind: str) -> tuple[float, float]:
-    inputs, objective = _policy_inputs(kind, poison=True)
-    found = _policy_results(policy.packed_policy_loss, inputs, objective)
-    exact = {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-    exact["norm"] = torch.tensor(inputs["norm"], dtype=torch.float64, device="cuda")
-    want = _policy_results(policy_reference.packed_policy_loss, exact, objective)
-    if not all(bool(tensor.isfinite().all()) for tensor in found):
-        raise RuntimeError("something not finite")
-    return max(relative(ours, theirs.double()) for ours, theirs in zip(found, want, strict=True)), 1e-5
-
-
-def _policy_repeats() -> tuple[float, float]:
-    inputs, objective = _policy_inputs("gspo")
-    first, *others = [_policy_results(policy.packed_policy_loss, inputs, objective) for _ in range(3)]
-    return float(
-        sum(not torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    ), 0.0
-
-
-def _groups() -> tuple[float, float]:
-    rewards = torch.randn(4096, device="cuda")
-    rewards[::50], rewards[8:16] = torch.nan, 0.3
-    cu = torch.arange(0, 4097, 8, device="cuda")
-    worst = 0.0
-    for scale in ("none", "group", "batch"):
-        found, flat = policy.group_advantage(rewards, cu, scale)
-        want, want_flat = policy_reference.group_advantage(rewards.double(), cu, scale)
-        worst = max(worst, relative(found, want), float((flat != want_flat).sum()))
-    return worst, 1e-5

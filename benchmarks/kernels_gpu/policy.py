@@ -26,7 +26,7 @@ def measure(rounds: int, tokens: int = 65536, sequences: int = 256) -> dict[str,
         "norm": torch.tensor(float(tokens), device="cuda"),
         "mask_N": normal(1.0) > -1.0,
         "proximal_N": logprobs + normal(0.1),
-        "objective": policy.Objective(correction_cap=2.0),
+        "objective": policy.Objective(importance_weight="token"),
     }
     logprobs.requires_grad_()
 

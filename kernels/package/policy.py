@@ -27,8 +27,6 @@ def packed_policy_loss(
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
     """`policy_reference.packed_policy_loss`; the arithmetic of the kernel is float32."""
-    if not isinstance(norm, Tensor):
-        norm = torch.full((), float(norm), device=logprobs_N.device)
     if not _has_kernel(logprobs_N):
         return policy_reference.packed_policy_loss(
             logprobs_N, behaviour_N, advantages_B, cu_seqlens, norm, mask_N=mask_N, proximal_N=proximal_N,

@@ -1,23 +1,28 @@
 """`packed_policy_loss` and `group_advantage` on a GPU, by `policy_triton`. The host reads nothing back."""
 
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from bucketrl.kernels import policy_triton as kernels
 from bucketrl.kernels.policy_reference import STATS, Objective
 
-BLOCK = 512
-"""Tokens per program."""
+BLOCK = 128
+"""Tokens per program of one warp, whose sums need no barrier."""
+ALIGNMENT = 16
+"""Bytes: whether a pointer is a multiple is what Triton compiles a kernel for."""
+
+_compiled: dict[tuple[Any, Hashable], Any] = {}
+"""Kernels by what they were compiled for: `_form`."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_policy_loss(
     logprobs_N: Tensor,
     entropy_N: Tensor | None,
-    required: tuple[Tensor, Tensor, Tensor, Tensor],
+    required: tuple[Tensor, Tensor, Tensor, float | Tensor],
     optional: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
@@ -36,56 +41,90 @@ class _PolicyLoss(torch.autograd.Function):
         ctx: Any,
         logprobs_N: Tensor,
         entropy_N: Tensor | None,
-        required: tuple[Tensor, Tensor, Tensor, Tensor],
+        required: tuple[Tensor, Tensor, Tensor, float | Tensor],
         optional: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
         objective: Objective,
     ) -> tuple[Tensor, Tensor]:
-        o, count = objective, logprobs_N.shape[0]
-        logprobs, behaviour, advantages, norm = (
-            tensor.contiguous().float() for tensor in (logprobs_N, *required[:2], required[3])
-        )
-        cu_seqlens = required[2].contiguous()
-        sequences = len(cu_seqlens) - 1
-        mask = None if optional[0] is None else optional[0].contiguous().view(torch.uint8)
-        given = {"MASK": mask}
-        for name, value in zip(
-            ("PROX", "REF", "ENT", "WEIGHT"), (optional[1], optional[2], entropy_N, optional[3]), strict=True
-        ):
-            given[name] = None if value is None else value.contiguous().float()
-        pointers = [logprobs if value is None else value for value in given.values()]
-        has = {f"HAS_{name}": value is not None for name, value in given.items()}
-        blocks = triton.cdiv(count, BLOCK)
-        grad_N, grad_entropy_N = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        part, stats = logprobs.new_empty(blocks, len(STATS)), logprobs.new_empty(len(STATS))
-        loss, mean_B = logprobs.new_empty(()), logprobs.new_empty(max(1, sequences))
-        if o.kind == "gspo" and sequences:
-            kernels.sequence_means[(sequences,)](
-                cu_seqlens, logprobs, behaviour, advantages, *pointers, mean_B, **has, BT=BLOCK
-            )
+        behaviour_N, advantages_B, cu_seqlens, norm = required
+        mask_N, proximal_N, reference_N, weights_B = optional
+        count, sequences = logprobs_N.shape[0], cu_seqlens.shape[0] - 1
+        logprobs = _plain(logprobs_N)
+        inputs = (
+            cu_seqlens.contiguous(), logprobs, _plain(behaviour_N), _plain(advantages_B),
+            None if mask_N is None else mask_N.contiguous(), _given(proximal_N), _given(reference_N),
+            _given(entropy_N), _given(weights_B),
+        )  # fmt: skip
+        norm_tensor = _plain(norm) if isinstance(norm, Tensor) else None
+        scale = 1.0 / norm if not isinstance(norm, Tensor) and norm > 0 else 0.0
+        form = _form(objective, (*inputs, norm_tensor))
+        blocks = -(-count // BLOCK)
+        grad_N = torch.empty_like(logprobs)
+        grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
+        part, loss = logprobs.new_empty(blocks + 1, len(STATS)), logprobs.new_empty(())
+        means = None
+        if objective.by_sequence:
+            means = logprobs.new_empty(max(1, sequences), 2)
+            if sequences:
+                _launch(kernels.sequence_means, form, sequences, 4, *inputs, means, 1024)
         if blocks:
-            low, high = o.correction_mask or (0.0, 0.0)
-            kernels.policy_loss[(blocks,)](
-                logprobs, behaviour, advantages, cu_seqlens, norm, *pointers, mean_B, grad_N, grad_entropy_N,
-                part, count, sequences, sequences.bit_length(), o.clip_low, o.clip_high, o.dual_clip or 0.0,
-                o.correction_cap or 0.0, low, high, o.kl_coef, o.entropy_coef,
-                KIND=o.kind, KL=o.kl_kind, HAS_DUAL=o.dual_clip is not None,
-                HAS_CAP=o.correction_cap is not None, HAS_BAND=o.correction_mask is not None, **has, BT=BLOCK,
+            _launch(
+                kernels.policy_loss, form, blocks, 1, *inputs, means, norm_tensor, grad_N, grad_entropy_N, part,
+                scale, count, sequences, sequences.bit_length(), objective, BLOCK,
             )  # fmt: skip
-        kernels.add_blocks[(len(STATS),)](part, loss, stats, blocks, BB=64)
+        _launch(kernels.add_blocks, form, len(STATS), 4, part, loss, blocks, 512)
         ctx.save_for_backward(grad_N, grad_entropy_N)
         ctx.dtypes = logprobs_N.dtype, None if entropy_N is None else entropy_N.dtype
+        stats = part[blocks]
         ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)  # else zeros are made for the statistics
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         results = [
-            (grad_N * grads[0]).to(dtype) if wanted and dtype is not None else None
+            (grad_N * grads[0]).to(dtype) if wanted and grads[0] is not None else None
             for grad_N, dtype, wanted in zip(
                 ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
             )
         ]
         return *results, None, None, None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous float32. Operations that would change nothing take the host as long as others."""
+    return tensor if tensor.dtype is torch.float32 and tensor.is_contiguous() else tensor.float().contiguous()
+
+
+def _given(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _plain(tensor)
+
+
+def _form(objective: Objective, tensors: tuple[Tensor | None, ...]) -> Hashable:
+    """What the kernels are compiled for, as far as it varies; None if some pointer is not aligned."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.data_ptr() % ALIGNMENT for tensor in present):
+        return None
+    return (
+        objective,
+        BLOCK,
+        present[0].device,
+        *(tensor if tensor is None else tensor.dtype for tensor in tensors),
+    )
+
+
+def _launch(kernel: Any, form: Hashable, programs: int, warps: int, *arguments: Any) -> None:
+    """`kernel[(programs,)](*arguments, num_warps=warps)`.
+
+    Triton works out anew at each call which compiled form of the kernel the arguments ask for, which takes longer
+    than to launch it. Here that form is kept and launched as in Triton's tutorial on the fused softmax.
+    """
+    found = _compiled.get((kernel, form))
+    if found is not None:
+        found[(programs, 1, 1)](*arguments)
+        return
+    made = kernel[(programs,)](*arguments, num_warps=warps)
+    if form is not None:
+        _compiled[kernel, form] = made
 
 
 def group_advantage(

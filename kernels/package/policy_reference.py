@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Every log ratio is clamped here before its exponential. A clamped token gets no gradient through it."""
+from bucketrl.kernels import policy_terms as terms
+
 STD_EPSILON = 1e-4
 """Added to a standard deviation that divides, as in TRL."""
 
@@ -19,38 +19,48 @@ STATS = (
     "loss", "tokens", "dropped", "ratio", "ratio_squared", "clipped_low", "clipped_high", "dual_clipped",
     "corrected", "correction", "k1", "k3", "reference_kl", "entropy", "ratio_max", "ratio_min",
 )  # fmt: skip
-"""What `packed_policy_loss` counts: sums over live tokens, but for the two extremes. `ratio` is π/μ; `dropped`
-counts unmasked tokens that held something not finite; `corrected` those whose π_prox/μ was capped or masked."""
+"""What `packed_policy_loss` counts: sums over live tokens, but for the two extremes. `ratio` is π/μ, and so are k1
+and k3 of KL(μ‖π); `dropped` counts unmasked tokens that held something not finite; `corrected` those whose
+importance weight was truncated or masked, `correction` is what is left of it."""
+
+Level = Literal["none", "token", "sequence"]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Which loss. r = π/π_prox, where π_prox is μ, the behaviour policy, if no proximal policy is given.
+    """Which loss; the terms are in `policy_terms`. Its names are those of a run's `[algorithm]`."""
 
-    ppo        -min(r·A, clip(r)·A)                                 arXiv 1707.06347; asymmetric: 2503.14476
-    gspo       the same with each token's log r replaced by its sequence's mean; the gradient goes to the
-               sequence's tokens alike ("GSPO-token")               arXiv 2507.18071, section 4.3
-    cispo      -stop(min(r, 1 + clip_high))·A·log π                 arXiv 2506.13585, section 3.1
-    reinforce  -A·log π
-    """
-
-    kind: Literal["ppo", "gspo", "cispo", "reinforce"] = "ppo"
+    surrogate: Literal["ppo_clip", "cispo", "reinforce"] = "ppo_clip"
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Of the surrogate's ratio: to the proximal policy if one is given, else to the behaviour policy."""
     clip_low: float = 0.2
+    """ppo_clip."""
     clip_high: float = 0.28
+    """ppo_clip and cispo."""
     dual_clip: float | None = None
-    """For A < 0 the loss is at most -dual_clip·A (arXiv 1912.09729); above 1; ppo and gspo."""
-    correction_cap: float | None = None
-    """π_prox/μ, which weights each token, is truncated here (TIS)."""
-    correction_mask: tuple[float, float] | None = None
-    """Tokens whose π_prox/μ is outside get weight 0 (IcePop; with 0 as the lower end, MIS)."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log π_ref - log π: -d, d²/2, eᵈ - d - 1."""
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
+    """Above 1; ppo_clip."""
+    importance_weight: Level = "none"
+    """π_prox/μ, or π/μ without a proximal policy, multiplies the surrogate."""
+    importance_cap: float = 2.0
+    """The weight is truncated here."""
+    importance_mask: Level = "none"
+    """The surrogate is 0 where that quotient is not in the following band."""
+    importance_mask_low: float = 0.5
+    importance_mask_high: float = 5.0
+    kl_coefficient: float = 0.0
+    """Of the divergence from the reference, if one is given."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: float = 0.0
+    """Of the entropy, if it is given; subtracted."""
 
     def __post_init__(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or None")
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether a mean over a sequence is part of it."""
+        return "sequence" in (self.ratio_level, self.importance_weight, self.importance_mask)
 
 
 def packed_policy_loss(
@@ -58,7 +68,7 @@ def packed_policy_loss(
     behaviour_N: Tensor,
     advantages_B: Tensor,
     cu_seqlens: Tensor,
-    norm: Tensor,
+    norm: float | Tensor,
     *,
     mask_N: Tensor | None = None,
     proximal_N: Tensor | None = None,
@@ -67,87 +77,84 @@ def packed_policy_loss(
     weights_B: Tensor | None = None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """Σ over live tokens of weight · (π_prox/μ · objective + kl_coef · KL - entropy_coef · entropy), over norm.
+    """Σ over live tokens of weight · (w · surrogate + kl_coefficient · KL - entropy_coefficient · entropy) / norm.
 
     logprobs_N: [N] log π in nats; the loss is differentiable in it, and in `entropy_N` [N]. behaviour_N,
-    proximal_N, reference_N: [N]. advantages_B, weights_B: [B]. cu_seqlens: [B + 1] int, where the
-    sequences begin; tokens after the last are not looked at. mask_N: [N] bool. norm: a scalar on the same
-    device, the loss tokens of the whole batch; 0 makes the loss 0.
+    proximal_N, reference_N: [N] log μ, log π_prox, log π_ref. advantages_B, weights_B: [B]. cu_seqlens: [B + 1]
+    int, where the sequences begin; tokens after the last are not looked at. mask_N: [N] bool. norm: that of the
+    whole batch; 0 makes the loss 0. A tensor is a scalar on the same device.
     A token is live if it is not masked and all that concerns it is finite. Others are selected out before
     any arithmetic: NaN in them reaches neither the loss nor a gradient.
     Returns the loss, and the `STATS` [16], without gradient.
     """
     o = objective
-    count, zero = logprobs_N.shape[0], logprobs_N.new_zeros(())
+    count, sequences, zero = logprobs_N.shape[0], len(advantages_B), logprobs_N.new_zeros(())
     index_N = torch.arange(count, device=logprobs_N.device)
     sequence_N = torch.searchsorted(cu_seqlens, index_N, right=True) - 1
     unmasked = (index_N < cu_seqlens[-1]) & (sequence_N >= 0)
     if mask_N is not None:
         unmasked = unmasked & mask_N.bool()
-    sequence_N = sequence_N.clamp(0, max(0, len(advantages_B) - 1))
-    empty = len(advantages_B) == 0
-    given: dict[str, Tensor] = {
-        "logprob": logprobs_N,
-        "behaviour": behaviour_N,
-        "advantage": zero.expand(count) if empty else advantages_B[sequence_N],
-    }
+    sequence_N = sequence_N.clamp(0, max(0, sequences - 1))
+    of_sequence = {"advantage": advantages_B} | ({} if weights_B is None else {"weight": weights_B})
     optional = {"proximal": proximal_N, "reference": reference_N, "entropy": entropy_N}
+    given = {"logprob": logprobs_N, "behaviour": behaviour_N}
     given |= {name: value for name, value in optional.items() if value is not None}
-    if weights_B is not None and not empty:
-        given["weight"] = weights_B[sequence_N]
+    for name, value in of_sequence.items():
+        given[name] = value[sequence_N] if sequences else zero.expand(count)
     live = unmasked & torch.stack([value.detach().isfinite() for value in given.values()]).all(dim=0)
     safe = {name: torch.where(live, value, zero) for name, value in given.items()}
     logprob, behaviour, advantage = safe["logprob"], safe["behaviour"], safe["advantage"]
-    proximal = safe.get("proximal", behaviour)
-    weight = safe.get("weight", torch.ones_like(logprob)) * live
+    proximal = safe.get("proximal")
+    lengths_B = zero.new_zeros(max(1, sequences)).index_add(0, sequence_N, live.to(zero.dtype)).clamp(min=1)
 
-    log_ratio = (logprob - proximal).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if o.kind == "gspo":
-        sums = logprob.new_zeros(len(advantages_B) + 1).index_add(0, sequence_N, log_ratio.detach() * live)
-        sizes = logprob.new_zeros(len(advantages_B) + 1).index_add(0, sequence_N, live.to(logprob.dtype))
-        log_ratio = log_ratio - log_ratio.detach() + (sums / sizes.clamp(min=1))[sequence_N]
-    ratio = log_ratio.exp()
-    low = high = dual = torch.zeros_like(live)
-    if o.kind in ("ppo", "gspo"):
-        clipped = ratio.clamp(1 - o.clip_low, 1 + o.clip_high)
-        gain = torch.minimum(ratio * advantage, clipped * advantage)
+    log_ratio = terms.log_ratio(logprob, behaviour if proximal is None else proximal)
+    if o.ratio_level == "sequence":
+        log_ratio = terms.sequence_log_ratio(log_ratio, sequence_N, lengths_B)
+    ratio = log_ratio.detach().exp()
+    low = high = dual = corrected = torch.zeros_like(live)
+    if o.surrogate == "ppo_clip":
+        per_token = terms.ppo_clip(log_ratio, advantage, o.clip_low, o.clip_high)
         low = (ratio < 1 - o.clip_low) & (advantage < 0)
         high = (ratio > 1 + o.clip_high) & (advantage > 0)
         if o.dual_clip is not None:
+            per_token = terms.dual_clip(per_token, advantage, o.dual_clip)
             dual = (ratio > o.dual_clip) & (advantage < 0)
-            gain = torch.where(dual, o.dual_clip * advantage, gain)
-    elif o.kind == "cispo":
+    elif o.surrogate == "cispo":
+        per_token = terms.cispo(log_ratio, logprob, advantage, o.clip_high)
         high = ratio > 1 + o.clip_high
-        gain = ratio.detach().clamp(max=1 + o.clip_high) * advantage * logprob
     else:
-        gain = advantage * logprob
+        per_token = terms.reinforce(logprob, advantage)
 
-    raw = (proximal - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    correction, corrected = raw, torch.zeros_like(live)
-    if o.correction_cap is not None:
-        correction, corrected = raw.clamp(max=o.correction_cap), raw > o.correction_cap
-    if o.correction_mask is not None:
-        outside = (raw < o.correction_mask[0]) | (raw > o.correction_mask[1])
-        correction, corrected = torch.where(outside, zero, correction), corrected | outside
-    per_token = -correction * gain
+    log_weight = terms.log_ratio(logprob.detach() if proximal is None else proximal, behaviour)
+    correction = live.to(zero.dtype)
+    if o.importance_weight != "none":
+        at_level = _at_level(o.importance_weight, log_weight, sequence_N, lengths_B)
+        correction = correction * terms.truncated(at_level, o.importance_cap)
+        corrected = at_level.exp() > o.importance_cap
+    if o.importance_mask != "none":
+        at_level = _at_level(o.importance_mask, log_weight, sequence_N, lengths_B)
+        inside = terms.inside(at_level, o.importance_mask_low, o.importance_mask_high)
+        correction, corrected = correction * inside, corrected | ~inside
+    per_token = per_token * correction
     kl = torch.zeros_like(logprob)
     if "reference" in safe:
-        d = (safe["reference"] - logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[o.kl_kind]
-        per_token = per_token + o.kl_coef * kl
+        estimator = {"k1": terms.kl_k1, "k2": terms.kl_k2, "k3": terms.kl_k3}[o.kl_estimator]
+        kl = estimator(logprob, safe["reference"])
+        per_token = per_token + o.kl_coefficient * kl
     if "entropy" in safe:
-        per_token = per_token - o.entropy_coef * safe["entropy"]
-    total = (weight * per_token).sum()
+        per_token = per_token - o.entropy_coefficient * safe["entropy"]
+    total = (safe["weight"] * per_token if "weight" in safe else per_token).sum()
+    norm = norm if isinstance(norm, Tensor) else total.new_full((), norm)
     loss = torch.where(norm > 0, total / norm.clamp(min=1e-30), zero)
 
     with torch.no_grad():
-        drift = (logprob - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        drift = terms.log_ratio(logprob, behaviour)
         drift_ratio = drift.exp()
         some = live.any()
         sums_of = [
             live, unmasked & ~live, drift_ratio * live, drift_ratio**2 * live, low & live, high & live,
-            dual & live, corrected & live, correction * live, -drift * live, (drift_ratio - 1 - drift) * live,
-            kl * live, safe.get("entropy", zero.expand(count)) * live,
+            dual & live, corrected & live, correction, -drift, terms.kl_k3(behaviour, logprob),
+            kl * live, safe.get("entropy", zero.expand(count)),
         ]  # fmt: skip
         extremes = [torch.where(live, drift_ratio, -1.0), torch.where(live, drift_ratio, torch.inf)]
         one = drift_ratio.new_ones(1)
@@ -157,6 +164,10 @@ def packed_policy_loss(
             + [torch.where(some, value, zero) for value in extreme]
         )
     return loss, stats
+
+
+def _at_level(level: Level, values_N: Tensor, sequence_N: Tensor, lengths_B: Tensor) -> Tensor:
+    return values_N if level == "token" else terms.sequence_means(values_N, sequence_N, lengths_B)
 
 
 def group_advantage(

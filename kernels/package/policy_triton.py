@@ -8,7 +8,8 @@ Partial sums are added up in a fixed order, so the same input gives the same bit
 import triton
 import triton.language as tl
 
-from bucketrl.kernels.policy_reference import MAX_LOG_RATIO, STATS, STD_EPSILON
+from bucketrl.kernels.policy_reference import STATS, STD_EPSILON
+from bucketrl.kernels.policy_terms import MAX_LOG_RATIO
 
 REACH = tl.constexpr(MAX_LOG_RATIO)
 EPSILON = tl.constexpr(STD_EPSILON)
@@ -26,33 +27,29 @@ def _clamped(x):
 
 
 @triton.jit
-def _load_live(
-    token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT,
-    HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-):  # fmt: skip
-    """Everything about each token, 0 where it is not live."""
+def _load_live(token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT):
+    """Everything about each token, 0 where it is not live; a pointer that is None is not there."""
     unmasked = inside
-    if HAS_MASK:
+    if MASK is not None:
         unmasked = unmasked & (tl.load(MASK + token, mask=inside, other=0) != 0)
     logp = tl.load(LOGP + token, mask=unmasked, other=0.0)
     beh = tl.load(BEH + token, mask=unmasked, other=0.0)
     adv = tl.load(ADV + sequence, mask=unmasked, other=0.0)
     live = unmasked & _finite(logp) & _finite(beh) & _finite(adv)
     prox = beh
-    if HAS_PROX:
+    if PROX is not None:
         prox = tl.load(PROX + token, mask=unmasked, other=0.0)
         live = live & _finite(prox)
     ref = logp
-    if HAS_REF:
+    if REF is not None:
         ref = tl.load(REF + token, mask=unmasked, other=0.0)
         live = live & _finite(ref)
     ent = logp
-    if HAS_ENT:
+    if ENT is not None:
         ent = tl.load(ENT + token, mask=unmasked, other=0.0)
         live = live & _finite(ent)
     weight = tl.where(unmasked, 1.0, 0.0)
-    if HAS_WEIGHT:
+    if WEIGHT is not None:
         weight = tl.load(WEIGHT + sequence, mask=unmasked, other=0.0)
         live = live & _finite(weight)
     return (
@@ -62,37 +59,46 @@ def _load_live(
 
 
 @triton.jit
-def sequence_means(
-    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEAN,
-    HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr, HAS_ENT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Mean of the clamped log ratio over the live tokens of a sequence; one program a sequence."""
+def _log_ratios(logp, beh, prox, PROX):
+    """Those of the surrogate and of the importance weight."""
+    numerator = logp
+    if PROX is not None:
+        numerator = prox
+    return _clamped(logp - prox), _clamped(numerator - beh)
+
+
+@triton.jit
+def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, BT: tl.constexpr):
+    """Means of the two log ratios over the live tokens of a sequence; one program a sequence."""
     sequence = tl.program_id(0)
     first = tl.load(CU + sequence)
     stop = tl.load(CU + sequence + 1)
-    total = tl.full((BT,), 0.0, tl.float32)
+    ratio = tl.full((BT,), 0.0, tl.float32)
+    weighing = tl.full((BT,), 0.0, tl.float32)
     count = tl.full((BT,), 0.0, tl.float32)
     for start in range(first, stop, BT):
         token = start + tl.arange(0, BT)
-        _, live, logp, _, _, prox, _, _, _ = _load_live(
-            token, token < stop, tl.full((BT,), 0, tl.int32) + sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT,
-            WEIGHT, HAS_MASK, HAS_PROX, HAS_REF, HAS_ENT, HAS_WEIGHT,
-        )  # fmt: skip
-        total += tl.where(live, _clamped(logp - prox), 0.0)
+        _, live, logp, beh, _, prox, _, _, _ = _load_live(
+            token, token < stop, sequence + 0 * token, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT
+        )
+        x, w = _log_ratios(logp, beh, prox, PROX)
+        ratio += x
+        weighing += w
         count += tl.where(live, 1.0, 0.0)
-    tl.store(MEAN + sequence, tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0))
+    length = tl.maximum(tl.sum(count, 0), 1.0)
+    tl.store(MEANS + 2 * sequence, tl.sum(ratio, 0) / length)
+    tl.store(MEANS + 2 * sequence + 1, tl.sum(weighing, 0) / length)
 
 
 @triton.jit(do_not_specialize=["N", "B", "steps"])
 def policy_loss(
-    LOGP, BEH, ADV, CU, NORM, MASK, PROX, REF, ENT, WEIGHT, MEAN, GRAD, GRAD_ENT, PART, N, B, steps,
-    clip_low, clip_high, dual_clip, cap, mask_low, mask_high, kl_coef, entropy_coef,
-    KIND: tl.constexpr, KL: tl.constexpr, HAS_DUAL: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_BAND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_PROX: tl.constexpr, HAS_REF: tl.constexpr,
-    HAS_ENT: tl.constexpr, HAS_WEIGHT: tl.constexpr, BT: tl.constexpr,
+    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, NORM, GRAD, GRAD_ENT, PART, scale, N, B, steps,
+    OBJ: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's row of partial `STATS`."""
+    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's row of partial `STATS`.
+
+    OBJ: the `Objective`. scale: 1 / norm, if NORM is None.
+    """
     block = tl.program_id(0)
     token = block * BT + tl.arange(0, BT)
     end = tl.minimum(tl.load(CU + B), N)
@@ -107,65 +113,71 @@ def policy_loss(
         low = tl.where(begun, middle, low)
     sequence = low
     unmasked, live, logp, beh, adv, prox, ref, ent, weight = _load_live(
-        token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT,
-        HAS_MASK, HAS_PROX, HAS_REF, HAS_ENT, HAS_WEIGHT,
-    )  # fmt: skip
+        token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT
+    )
     one = tl.where(live, 1.0, 0.0)
     never = one > 2.0
 
-    x = _clamped(logp - prox)
+    x, w = _log_ratios(logp, beh, prox, PROX)
     moves = tl.abs(logp - prox) <= REACH
-    if KIND == "gspo":
-        x = tl.load(MEAN + sequence, mask=live, other=0.0)
+    if OBJ.ratio_level == "sequence":
+        x = tl.load(MEANS + 2 * sequence, mask=live, other=0.0)
     r = tl.exp(x)
     is_low, is_high, is_dual = never, never, never
-    if (KIND == "ppo") or (KIND == "gspo"):
-        is_low = (r < 1.0 - clip_low) & (adv < 0.0)
-        is_high = (r > 1.0 + clip_high) & (adv > 0.0)
-        gain = tl.where(is_low, (1.0 - clip_low) * adv, tl.where(is_high, (1.0 + clip_high) * adv, r * adv))
-        if HAS_DUAL:
-            is_dual = (r > dual_clip) & (adv < 0.0)
-            gain = tl.where(is_dual, dual_clip * adv, gain)
+    if OBJ.surrogate == "ppo_clip":
+        is_low = (r < 1.0 - OBJ.clip_low) & (adv < 0.0)
+        is_high = (r > 1.0 + OBJ.clip_high) & (adv > 0.0)
+        gain = tl.where(is_low, (1.0 - OBJ.clip_low) * adv, r * adv)
+        gain = tl.where(is_high, (1.0 + OBJ.clip_high) * adv, gain)
+        if OBJ.dual_clip is not None:
+            is_dual = (r > OBJ.dual_clip) & (adv < 0.0)
+            gain = tl.where(is_dual, OBJ.dual_clip * adv, gain)
         slope = tl.where(is_low | is_high | is_dual | ~moves, 0.0, r * adv)
-    elif KIND == "cispo":
-        is_high = r > 1.0 + clip_high
-        slope = tl.minimum(r, 1.0 + clip_high) * adv
+    elif OBJ.surrogate == "cispo":
+        is_high = r > 1.0 + OBJ.clip_high
+        slope = tl.minimum(r, 1.0 + OBJ.clip_high) * adv
         gain = slope * logp
     else:
         slope = adv
         gain = adv * logp
 
-    correction = tl.exp(_clamped(prox - beh))
+    correction = one
     is_corrected = never
-    if HAS_BAND:
-        outside = (correction < mask_low) | (correction > mask_high)
-        is_corrected = outside
-    if HAS_CAP:
-        is_corrected = is_corrected | (correction > cap)
-        correction = tl.minimum(correction, cap)
-    if HAS_BAND:
+    if OBJ.importance_weight != "none":
+        by_weight = w
+        if OBJ.importance_weight == "sequence":
+            by_weight = tl.load(MEANS + 2 * sequence + 1, mask=live, other=0.0)
+        correction = one * tl.minimum(tl.exp(by_weight), OBJ.importance_cap)
+        is_corrected = tl.exp(by_weight) > OBJ.importance_cap
+    if OBJ.importance_mask != "none":
+        by_mask = w
+        if OBJ.importance_mask == "sequence":
+            by_mask = tl.load(MEANS + 2 * sequence + 1, mask=live, other=0.0)
+        outside = (tl.exp(by_mask) < OBJ.importance_mask_low) | (tl.exp(by_mask) > OBJ.importance_mask_high)
         correction = tl.where(outside, 0.0, correction)
+        is_corrected = is_corrected | outside
     per_token = -correction * gain
     grad = -correction * slope
     kl = tl.full((BT,), 0.0, tl.float32)
-    if HAS_REF:
+    if REF is not None:
         d = _clamped(ref - logp)
-        if KL == "k1":
+        if OBJ.kl_estimator == "k1":
             kl = -d
             kl_slope = one
-        elif KL == "k2":
+        elif OBJ.kl_estimator == "k2":
             kl = d * d * 0.5
             kl_slope = -d
         else:
             kl = tl.exp(d) - d - 1.0
             kl_slope = 1.0 - tl.exp(d)
-        per_token += kl_coef * kl
-        grad += kl_coef * tl.where(tl.abs(ref - logp) <= REACH, kl_slope, 0.0)
-    norm = tl.load(NORM)
-    scale = tl.where(norm > 0.0, 1.0 / tl.where(norm > 0.0, norm, 1.0), 0.0)
-    if HAS_ENT:
-        per_token += -entropy_coef * ent
-        tl.store(GRAD_ENT + token, -entropy_coef * weight * scale, mask=token < N)
+        per_token += OBJ.kl_coefficient * kl
+        grad += OBJ.kl_coefficient * tl.where(tl.abs(ref - logp) <= REACH, kl_slope, 0.0)
+    if NORM is not None:
+        norm = tl.load(NORM)
+        scale = tl.where(norm > 0.0, 1.0 / tl.where(norm > 0.0, norm, 1.0), 0.0)
+    if ENT is not None:
+        per_token += -OBJ.entropy_coefficient * ent
+        tl.store(GRAD_ENT + token, -OBJ.entropy_coefficient * weight * scale, mask=token < N)
     tl.store(GRAD + token, tl.where(live, grad * weight * scale, 0.0), mask=token < N)
 
     drift = _clamped(logp - beh)
@@ -180,21 +192,21 @@ def policy_loss(
     tl.store(out + 6, tl.sum(tl.where(live & is_high, 1.0, 0.0), 0))
     tl.store(out + 7, tl.sum(tl.where(live & is_dual, 1.0, 0.0), 0))
     tl.store(out + 8, tl.sum(tl.where(live & is_corrected, 1.0, 0.0), 0))
-    tl.store(out + 9, tl.sum(one * correction, 0))
+    tl.store(out + 9, tl.sum(correction, 0))
     tl.store(out + 10, tl.sum(-drift * one, 0))
     tl.store(out + 11, tl.sum((ratio - 1.0 - drift) * one, 0))
     tl.store(out + 12, tl.sum(kl * one, 0))
-    entropy = 0.0
-    if HAS_ENT:
-        entropy = tl.sum(ent, 0)
-    tl.store(out + 13, entropy)
+    if ENT is not None:
+        tl.store(out + 13, tl.sum(ent, 0))
+    else:
+        tl.store(out + 13, 0.0)
     tl.store(out + 14, tl.max(tl.where(live, ratio, 0.0), 0))
     tl.store(out + 15, tl.min(tl.where(live, ratio, float("inf")), 0))
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])
-def add_blocks(PART, LOSS, STATS_OUT, BLOCKS, BB: tl.constexpr):
-    """Partial rows to one, in order; one program a statistic."""
+def add_blocks(PART, LOSS, BLOCKS, BB: tl.constexpr):
+    """Partial rows to one behind them, in order; one program a statistic."""
     column = tl.program_id(0)
     total = tl.full((BB,), 0.0, tl.float32)
     largest = tl.full((BB,), 0.0, tl.float32)
@@ -211,7 +223,7 @@ def add_blocks(PART, LOSS, STATS_OUT, BLOCKS, BB: tl.constexpr):
     if column == COLUMNS - 1:
         result = tl.min(smallest, 0)
         result = tl.where(result < float("inf"), result, 0.0)
-    tl.store(STATS_OUT + column, result)
+    tl.store(PART + BLOCKS * COLUMNS + column, result)
     if column == 0:
         tl.store(LOSS, result)
 

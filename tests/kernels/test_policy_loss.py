@@ -4,29 +4,41 @@ The numbers in the names are those of the bug reports of other implementations t
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 from torch import Tensor
 
 from bucketrl.kernels.policy import STATS, Objective, packed_policy_loss
-from bucketrl.kernels.policy_reference import MAX_LOG_RATIO
+from bucketrl.kernels.policy_terms import MAX_LOG_RATIO
 
 N = 23
 CU = torch.tensor([0, 4, 4, 15, 21])
 """Four sequences, the second empty; two tokens of padding."""
 OBJECTIVES = {
     "ppo": Objective(dual_clip=1.5),
-    "gspo": Objective(kind="gspo", clip_low=3e-2, clip_high=4e-2),
-    "cispo": Objective(kind="cispo", kl_coef=0.1, kl_kind="k1"),
+    "gspo": Objective(ratio_level="sequence", clip_low=3e-2, clip_high=4e-2),
+    "cispo": Objective(surrogate="cispo", kl_coefficient=0.1, kl_estimator="k1"),
     "reinforce, all terms": Objective(
-        kind="reinforce", correction_cap=1.2, correction_mask=(0.6, 1.6), kl_coef=0.1, entropy_coef=0.02
+        surrogate="reinforce", importance_weight="token", importance_cap=1.2, importance_mask="token",
+        importance_mask_low=0.6, importance_mask_high=1.6, kl_coefficient=0.1, entropy_coefficient=0.02,
     ),
-    "ppo, k2": Objective(kl_coef=0.5, kl_kind="k2", correction_cap=1.0),
-}
+    "ppo, k2": Objective(
+        kl_coefficient=0.5, kl_estimator="k2", importance_weight="token", importance_cap=1.0
+    ),
+    "all by sequence": Objective(
+        surrogate="cispo", ratio_level="sequence", importance_weight="sequence", importance_cap=1.02,
+        importance_mask="sequence", importance_mask_low=0.9, importance_mask_high=1.3,
+    ),
+    "masked by sequence": Objective(
+        importance_weight="token", importance_mask="sequence", importance_mask_low=0.97, importance_mask_high=1.3
+    ),
+}  # fmt: skip
 
 
 def batch(seed: int = 0) -> dict[str, Any]:
@@ -59,11 +71,10 @@ def run(inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace |
     if kernels is None:
         loss, stats = packed_policy_loss(**given, objective=objective)
     else:
-        norm = torch.as_tensor(given["norm"])
         loss, stats = kernels.policy.packed_policy_loss(
             given["logprobs_N"],
             entropy,
-            (given["behaviour_N"], given["advantages_B"], given["cu_seqlens"], norm),
+            (given["behaviour_N"], given["advantages_B"], given["cu_seqlens"], given["norm"]),
             tuple(given.get(name) for name in ("mask_N", "proximal_N", "reference_N", "weights_B")),
             objective,
         )
@@ -98,6 +109,10 @@ class TestKernel:
         for name in ("logprobs_N", "behaviour_N", "reference_N"):
             inputs[name][CU[-1] :] = torch.nan
         check(inputs, objective, triton_kernels)
+        required = {
+            name: inputs[name] for name in ("logprobs_N", "behaviour_N", "advantages_B", "cu_seqlens")
+        }
+        check(required | {"norm": torch.tensor(7.0)}, objective, triton_kernels)
 
     def test_20_21_what_is_masked_or_not_finite_reaches_nothing(
         self, triton_kernels: SimpleNamespace, objective: Objective
@@ -115,57 +130,68 @@ class TestKernel:
         assert bool((found[2][~inputs["mask_N"]] == 0).all())
 
 
+def levels(logs: dict[int, float]) -> dict[str, dict[int, float]]:
+    """Ratios by token and, of a sequence's tokens, as their geometric mean."""
+    mean = math.exp(sum(logs.values()) / len(logs)) if logs else 1.0
+    return {"token": {t: math.exp(log) for t, log in logs.items()}, "sequence": dict.fromkeys(logs, mean)}
+
+
 def by_hand(inputs: dict[str, Any], o: Objective) -> tuple[float, list[float]]:
     """Loss and ∂ loss / ∂ log π, token by token from the formulas; everything live is finite."""
     bounds = CU.tolist()
     live = [t for t in range(bounds[-1]) if bool(inputs["mask_N"][t])]
     get = {name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)}
+    proximal_given = "proximal_N" in get
     loss, grads = 0.0, [0.0] * N
     for first, stop, advantage, weight in zip(
         bounds, bounds[1:], get["advantages_B"], get["weights_B"], strict=False
     ):
         tokens = [t for t in live if first <= t < stop]
-        ratios = {t: math.exp(get["logprobs_N"][t] - get["proximal_N"][t]) for t in tokens}
-        if o.kind == "gspo" and tokens:
-            mean = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(tokens))
-            ratios = dict.fromkeys(tokens, mean)
+        proximal = get["proximal_N" if proximal_given else "logprobs_N"]
+        centre = get["proximal_N" if proximal_given else "behaviour_N"]
+        ratios = levels({t: get["logprobs_N"][t] - centre[t] for t in tokens})
+        quotients = levels({t: proximal[t] - get["behaviour_N"][t] for t in tokens})
         for t in tokens:
-            ratio, logprob = ratios[t], get["logprobs_N"][t]
+            ratio, logprob = ratios[o.ratio_level][t], get["logprobs_N"][t]
             bounded = min(max(ratio, 1 - o.clip_low), 1 + o.clip_high)
-            if o.kind in ("ppo", "gspo"):
+            if o.surrogate == "ppo_clip":
                 value = min(ratio * advantage, bounded * advantage)
                 slope = ratio * advantage if value == ratio * advantage else 0.0
                 if o.dual_clip is not None and advantage < 0 and value < o.dual_clip * advantage:
                     value, slope = o.dual_clip * advantage, 0.0
             else:
-                slope = advantage * (min(ratio, 1 + o.clip_high) if o.kind == "cispo" else 1.0)
+                slope = advantage * (min(ratio, 1 + o.clip_high) if o.surrogate == "cispo" else 1.0)
                 value = slope * logprob
-            correction = math.exp(get["proximal_N"][t] - get["behaviour_N"][t])
-            if o.correction_mask and not o.correction_mask[0] <= correction <= o.correction_mask[1]:
-                correction = 0.0
-            correction = min(correction, o.correction_cap or math.inf)
+            correction = 1.0
+            if o.importance_weight != "none":
+                correction = min(quotients[o.importance_weight][t], o.importance_cap)
+            if o.importance_mask != "none":
+                quotient = quotients[o.importance_mask][t]
+                correction *= o.importance_mask_low <= quotient <= o.importance_mask_high
             d = get["reference_N"][t] - logprob
             kl, kl_slope = {
                 "k1": (-d, 1.0),
                 "k2": (d * d / 2, -d),
                 "k3": (math.exp(d) - d - 1, 1 - math.exp(d)),
-            }[o.kl_kind]
-            entropy = o.entropy_coef * get["entropy_N"][t]
-            loss += weight * (o.kl_coef * kl - correction * value - entropy) / inputs["norm"]
-            grads[t] = weight * (o.kl_coef * kl_slope - correction * slope) / inputs["norm"]
+            }[o.kl_estimator]
+            entropy = o.entropy_coefficient * get["entropy_N"][t]
+            loss += weight * (o.kl_coefficient * kl - correction * value - entropy) / inputs["norm"]
+            grads[t] = weight * (o.kl_coefficient * kl_slope - correction * slope) / inputs["norm"]
     return loss, grads
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_definition_is_the_formulas(objective: Objective, seed: int) -> None:
     inputs = in_float64(batch(seed))
+    if seed % 2:
+        del inputs["proximal_N"]
     loss, _, grad, entropy_grad = run(inputs, objective)
     want, want_grads = by_hand(inputs, objective)
     assert float(loss) == pytest.approx(want, abs=1e-12)
     assert (grad / 3.0).tolist() == pytest.approx(want_grads, abs=1e-12)
     weights_N = torch.tensor([1.0] * 4 + [0.5] * 11 + [0.25] * 6 + [0.0] * 2) * inputs["mask_N"]
-    torch.testing.assert_close(entropy_grad, -3 * objective.entropy_coef * weights_N.double() / 11)
+    torch.testing.assert_close(entropy_grad, -3 * objective.entropy_coefficient * weights_N.double() / 11)
 
 
 def test_11_a_small_importance_weight_scales_the_gradient() -> None:
@@ -173,7 +199,9 @@ def test_11_a_small_importance_weight_scales_the_gradient() -> None:
     inputs = in_float64(batch()) | {"reference_N": None, "entropy_N": None}
     same = inputs | {"behaviour_N": inputs["proximal_N"]}
     small = inputs | {"behaviour_N": inputs["proximal_N"] - math.log(0.01)}
-    torch.testing.assert_close(run(small, Objective())[2], run(same, Objective())[2] * 0.01)
+    weighed = Objective(importance_weight="token")
+    torch.testing.assert_close(run(small, weighed)[2], run(same, weighed)[2] * 0.01)
+    assert torch.equal(run(small, Objective())[2], run(same, Objective())[2])
 
 
 @pytest.mark.parametrize("pieces", [2, 3])
@@ -221,6 +249,46 @@ def test_an_absurd_ratio_is_clamped_and_gets_no_gradient(triton_kernels: SimpleN
     found = check(inputs, Objective(clip_low=1.0), triton_kernels)
     assert found[2].tolist() == [0.0, 0.0]
     assert float(found[1][STATS.index("ratio_max")]) == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
+
+
+class Kernel:
+    """Stands for a kernel of Triton: compiles at each call, and counts."""
+
+    def __init__(self) -> None:
+        self.compiled = MagicMock()
+        self.calls = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., MagicMock]:
+        def run(*_: object, num_warps: int) -> MagicMock:
+            self.calls += 1
+            return self.compiled
+
+        return run
+
+
+def test_a_kernel_is_launched_as_compiled_only_for_what_it_was_compiled_for(
+    triton_kernels: SimpleNamespace,
+) -> None:
+    launch, form_of = triton_kernels.policy._launch, triton_kernels.policy._form
+    kernel, tensor = Kernel(), torch.zeros(8)
+    assert tensor.data_ptr() % 16 == 0
+    for _ in range(3):
+        launch(kernel, form_of(Objective(), (tensor, None)), 2, 1, tensor, 5)
+    assert kernel.calls == 1
+    assert kernel.compiled.__getitem__.call_args_list == [call((2, 1, 1))] * 2
+    assert kernel.compiled.__getitem__.return_value.call_args_list == [call(tensor, 5)] * 2
+    others: list[tuple[Objective, tuple[Tensor | None, ...]]] = [
+        (Objective(clip_low=0.1), (tensor, None)),
+        (Objective(), (tensor, tensor)),
+        (Objective(), (tensor.long(), None)),
+    ]
+    for calls, (objective, tensors) in enumerate(others, start=2):
+        for _ in range(2):
+            launch(kernel, form_of(objective, tensors), 2, 1, *tensors)
+        assert kernel.calls == calls
+    for calls in (5, 6):
+        launch(kernel, form_of(Objective(), (tensor[1:], None)), 2, 1, tensor[1:])
+        assert kernel.calls == calls
 
 
 @pytest.mark.parametrize("change", ["no token", "one token", "all masked", "norm 0", "no sequence"])

@@ -24,7 +24,7 @@ def tokens(ratios: list[float], advantages: list[float], versions: list[int]) ->
         behaviour_logprobs=np.full(len(ratios), -1.0, dtype=np.float32),
         advantages=np.array(advantages, dtype=np.float32),
         versions=np.array(versions),
-        log_ratio=logprobs + 1.0,
+        sequence_ids=np.arange(len(ratios)),
         start_logprobs=logprobs,
     )
 
@@ -94,9 +94,7 @@ def test_weights_are_measured_before_they_are_truncated_or_masked() -> None:
         algorithm={"proximal": "recomputed", "importance_weight": "token", "importance_mask": "token"}
     ).algorithm
     part = dataclasses.replace(
-        tokens([1.0] * 4, [1.0] * 4, [0] * 4),
-        log_weight=np.log([0.25, 1.0, 3.0, 8.0]),
-        masked=np.array([True, False, False, True]),
+        tokens([1.0] * 4, [1.0] * 4, [0] * 4), proximal_logprobs=np.log([0.25, 1.0, 3.0, 8.0]) - 1.0
     )
     metrics = token_metrics([part], step=1, algorithm=algorithm)
     assert metrics["weight_mean"] == pytest.approx(3.0625)
@@ -109,8 +107,10 @@ def test_weights_are_measured_before_they_are_truncated_or_masked() -> None:
 
 def test_the_clip_is_measured_on_the_ratio_that_it_clips() -> None:
     """Of the sequence or to a proximal policy: not that of the token to the behaviour policy."""
+    ratios, to_proximal = [9.0, 9.0, 0.1, 9.0], [1.1, 1.1, 0.7, 4.0]
     part = dataclasses.replace(
-        tokens([9.0, 9.0, 0.1, 9.0], [1.0, -1.0, -1.0, -1.0], [0] * 4), log_ratio=np.log([1.1, 1.1, 0.7, 4.0])
+        tokens(ratios, [1.0, -1.0, -1.0, -1.0], [0] * 4),
+        proximal_logprobs=np.log(ratios) - np.log(to_proximal) - 1.0,
     )
     metrics = token_metrics([part], step=1, algorithm=make_config(algorithm={"dual_clip": 3.0}).algorithm)
     assert metrics["ratio_max"] == pytest.approx(9.0)
@@ -122,6 +122,23 @@ def test_the_clip_is_measured_on_the_ratio_that_it_clips() -> None:
     assert "clip_fraction_low" not in bounded
     free = token_metrics([part], step=1, algorithm=make_config(algorithm={"name": "rloo"}).algorithm)
     assert not any(name.startswith("clip_fraction") for name in free)
+
+
+def test_by_sequence_every_token_has_the_geometric_mean_of_its_completion() -> None:
+    """Also those of another lag than the rest of the completion; completions of several micro-batches."""
+    algorithm = make_config(
+        algorithm={"name": "gspo", "clip_low": 0.2, "clip_high": 0.28, "importance_mask": "sequence"}
+    ).algorithm
+    first = dataclasses.replace(
+        tokens([2.0, 1.0, 0.5], [1.0, 1.0, -1.0], [0, 1, 1]), sequence_ids=np.array([0, 0, 1])
+    )
+    second = dataclasses.replace(tokens([1.0], [1.0], [1]), sequence_ids=np.array([2]))
+    metrics = token_metrics([first, second], step=2, algorithm=algorithm)
+    assert metrics["clip_fraction_high"] == 0.5
+    assert metrics["clip_fraction_high_lag_0"] == pytest.approx(1 / 3)
+    assert metrics["clip_fraction_low"] == 0.25
+    assert metrics["weight_masked_fraction"] == 0.75
+    assert "weight_mean" not in metrics
 
 
 def test_the_divergence_from_the_base_is_there_if_it_was_computed() -> None:
@@ -165,7 +182,7 @@ def test_extreme_ratios_stay_finite_and_visible() -> None:
         behaviour_logprobs=np.array([-900.0, -1.0], dtype=np.float32),
         advantages=np.ones(2, dtype=np.float32),
         versions=np.zeros(2, dtype=np.int64),
-        log_ratio=np.array([20.0, -20.0]),
+        sequence_ids=np.zeros(2, dtype=np.int64),
     )
     metrics = token_metrics([part], step=1, algorithm=ALGORITHM)
     assert all(math.isfinite(value) for value in metrics.values())

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bucketrl.bucket.algorithm_config import PRESETS
 from bucketrl.bucket.config import AlgorithmConfig
-from bucketrl.learner.objective import Denominators, Samples, aggregate, token_loss
+from bucketrl.learner.objective import Denominators, Samples, policy_loss, proximal_logprobs
 
 MAX_TOKENS = 7
 
@@ -160,16 +160,15 @@ def computed(
         }
         samples = Samples(
             behaviour_logprobs=column["behaviour"],
-            advantages=torch.tensor([batch[index][0] for index, _ in flat], dtype=torch.float64),
+            advantages=torch.tensor([batch[index][0] for index in part], dtype=torch.float64),
             lag=column["lag"].long(),
-            sequence=torch.tensor([list(part).index(index) for index, _ in flat]),
-            lengths=torch.tensor([len(batch[index][1]) for index in part]),
+            cu_seqlens=torch.tensor([0, *(len(batch[index][1]) for index in part)]).cumsum(0),
             start_logprobs=column["start"],
             reference_logprobs=column["reference"],
         )
         logprobs, entropy = column["logprob"].requires_grad_(), column["entropy"].requires_grad_()
-        made = token_loss(algorithm, logprobs, entropy, samples)
-        loss = aggregate(algorithm, made.loss, samples, denominators)
+        proximal = proximal_logprobs(algorithm, logprobs, samples)
+        loss = policy_loss(algorithm, logprobs, entropy, proximal, samples, denominators)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
         assert logprobs.grad is not None
@@ -204,6 +203,29 @@ def test_the_gradient_does_not_depend_on_the_split(
         assert ours == pytest.approx(want, rel=1e-12, abs=1e-12 * scale)
 
 
+@given(st.lists(tokens, min_size=1, max_size=20))
+def test_the_guessed_proximal_policy_lies_between_as_the_versions_do(batch: list[Token]) -> None:
+    """Written with AReaL's versions: step 100 makes version 100 and starts from version 99."""
+    policy, behaviour = (
+        torch.tensor([getattr(t, name) for t in batch], dtype=torch.float64)
+        for name in ("logprob", "behaviour")
+    )
+    samples = Samples(
+        behaviour_logprobs=behaviour,
+        advantages=torch.zeros(1),
+        lag=torch.tensor([t.lag for t in batch]),
+        cu_seqlens=torch.tensor([0, len(batch)]),
+    )
+    found = proximal_logprobs(AlgorithmConfig(proximal="interpolated"), policy.requires_grad_(), samples)
+    want = []
+    for t in batch:
+        made, proximal, sampled = 100, 99, 99 - t.lag
+        want.append(t.behaviour + (proximal - sampled) / (made - sampled) * (t.logprob - t.behaviour))
+    assert found is not None
+    assert found.tolist() == pytest.approx(want, rel=1e-12, abs=1e-12)
+    assert not found.requires_grad
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_on_policy_all_presets_are_one(name: str) -> None:
     """At ratio 1, with completions of one token, each is the plain policy gradient up to its normaliser."""
@@ -226,14 +248,12 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         flat = [t for _, members in batch for t in members]
         samples = Samples(
             behaviour_logprobs=torch.tensor([t.behaviour for t in flat], dtype=torch.float64),
-            advantages=torch.tensor([1.0, 1.0, -0.5], dtype=torch.float64),
+            advantages=torch.tensor([1.0, -0.5], dtype=torch.float64),
             lag=torch.ones(3, dtype=torch.int64),
-            sequence=torch.tensor([0, 0, 1]),
-            lengths=torch.tensor([2, 1]),
+            cu_seqlens=torch.tensor([0, 2, 3]),
             reference_logprobs=torch.tensor([t.reference for t in flat], dtype=torch.float64),
         )
-        made = token_loss(algorithm, logprobs, torch.zeros(3), samples)
-        return aggregate(algorithm, made.loss, samples, Denominators(3, 2, MAX_TOKENS))
+        return policy_loss(algorithm, logprobs, torch.zeros(3), None, samples, Denominators(3, 2, MAX_TOKENS))
 
     at = torch.tensor([t.logprob for _, members in batch for t in members], dtype=torch.float64)
     assert torch.autograd.gradcheck(loss, at.requires_grad_())

@@ -1,4 +1,4 @@
-"""Each term of the loss, against loops over Python floats written from the formulas."""
+"""Each term of the policy loss, against loops over Python floats written from the formulas."""
 
 import math
 
@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketrl.learner.losses import (
+from bucketrl.kernels.policy_terms import (
     cispo,
-    constant_mean,
     dual_clip,
+    inside,
     kl_k1,
     kl_k2,
     kl_k3,
@@ -18,9 +18,8 @@ from bucketrl.learner.losses import (
     ppo_clip,
     reinforce,
     sequence_log_ratio,
-    sequence_mean,
     sequence_means,
-    token_mean,
+    truncated,
 )
 
 LOW, HIGH = 0.2, 0.28
@@ -50,7 +49,7 @@ def test_policy_loss_matches_a_loop_over_tokens(
     )
     logprobs.requires_grad_()
     denominator = len(tokens) + padding
-    loss = token_mean(ppo_clip(log_ratio(logprobs, behaviour), advantages, LOW, HIGH), denominator)
+    loss = ppo_clip(log_ratio(logprobs, behaviour), advantages, LOW, HIGH).sum() / denominator
     loss.backward()
     want = [naive_token(*values) for values in tokens]
     assert loss.item() == pytest.approx(math.fsum(value for value, _ in want) / denominator, rel=1e-12)
@@ -163,7 +162,7 @@ def test_the_sequence_ratio_is_the_geometric_mean_and_its_gradient_the_papers() 
         terms.append(torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage))
     want = -torch.stack(terms).mean()
     x = sequence_log_ratio(log_ratio(logprobs, behaviour), SEQUENCE, LENGTHS)
-    ours = sequence_mean(ppo_clip(x, advantages_S[SEQUENCE], LOW, HIGH), SEQUENCE, LENGTHS, sequences=3)
+    ours = (ppo_clip(x, advantages_S[SEQUENCE], LOW, HIGH) / LENGTHS[SEQUENCE]).sum() / 3
     assert ours.item() == pytest.approx(want.item(), rel=1e-14)
     assert slopes(ours, logprobs) == pytest.approx(slopes(want, logprobs), rel=1e-12)
 
@@ -178,9 +177,25 @@ def test_means_over_sequences_match_a_loop() -> None:
     values = doubles(1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     means = sequence_means(values, SEQUENCE, LENGTHS)
     assert means.tolist() == pytest.approx([4.5, 2.0, 52 / 3, 4.5, 52 / 3, 52 / 3])
-    assert sequence_mean(values, SEQUENCE, LENGTHS, 5).item() == pytest.approx((4.5 + 52 / 3 + 2.0) / 5)
-    assert constant_mean(values, 5, 7).item() == pytest.approx(63 / 35)
-    assert token_mean(values, 9).item() == 7.0
+
+
+@given(st.lists(st.floats(-20.0, 20.0), min_size=1, max_size=20), st.floats(1.0, 10.0))
+def test_truncation_bounds_from_above_only(log_weights: list[float], cap: float) -> None:
+    found = truncated(doubles(*log_weights), cap)
+    assert found.tolist() == pytest.approx([min(cap, math.exp(x)) for x in log_weights], rel=1e-12)
+
+
+def test_the_band_includes_what_is_on_policy() -> None:
+    weights = doubles(0.49, 0.5, 1.0, 4.9, 5.1)
+    assert inside(weights.log(), 0.5 - 1e-12, 5.0).tolist() == [False, True, True, True, False]
+
+
+def test_a_long_completion_is_not_masked_for_its_length() -> None:
+    """Each token is half a percent off: the product of 2000 such ratios is e^10, the geometric mean 1.005."""
+    off = torch.full((2000,), math.log(1.005), dtype=torch.float64)
+    mean = sequence_means(off, torch.zeros(2000, dtype=torch.int64), torch.tensor([2000]))
+    assert inside(mean, 0.99, 1.01).all()
+    assert math.exp(float(off.sum())) > 2e4
 
 
 class TestDivergence:
