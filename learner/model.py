@@ -14,14 +14,19 @@ from transformers import AutoModelForCausalLM
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.kernels.logprob import EAGER_LOGITS_BYTES, linear_logprob
+from bucketrl.kernels.triton_here import triton_is_here
 from bucketrl.learner import activations, attention
 from bucketrl.learner.attention_varlen import gather_rows
+from bucketrl.learner.fused_block import fuse_blocks, restore_blocks
 from bucketrl.learner.packing import MicroBatch, Segment
 
 logger = logging.getLogger(__name__)
 
 SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats, mean absolute difference between our forward pass and the model's own."""
+FUSED_TOLERANCE = 0.2
+"""Of hidden states and gradients, relative to their norm, between fused blocks and transformers' own. Rounding to
+bfloat16 leaves some 0.02, a wrong kernel 0.5 and more."""
 HEAD_BYTES = {"cpu": 3 * EAGER_LOGITS_BYTES, "cuda": 2 << 30}
 """Work space of the head: logits, and what is made from them."""
 MEASURED_PROMPT, MEASURED_COMPLETION = 32, 8
@@ -84,6 +89,8 @@ class PolicyModel:
         lora.base_model_name_or_path = config.model.id
         policy = cls(peft_model, config, device)
         policy._check_forward()
+        if device.type == "cuda" and config.model.dtype == "bfloat16" and triton_is_here():
+            policy._fuse_blocks()
         policy._fit_memory()
         return policy
 
@@ -140,6 +147,42 @@ class PolicyModel:
         self, hidden_NH: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
         return linear_logprob(hidden_NH, self._head.weight, targets, temperature, entropy_grad=entropy_grad)
+
+    def _fuse_blocks(self) -> None:
+        """Decoder blocks by our kernels, if they are seen to compute the same on this machine."""
+        want = self._probe()
+        if not fuse_blocks(self._peft):
+            return
+        problem = ""
+        try:
+            error = max(float((a - b).norm() / b.norm()) for a, b in zip(self._probe(), want, strict=True))
+            if not error <= FUSED_TOLERANCE:
+                problem = f"they differ by {error:.2g} from transformers' own"
+        except Exception as found:  # noqa: BLE001 - of Triton and the driver, which raise what they like
+            problem = " ".join(f"{type(found).__name__}: {found}".split())[:300]
+        if problem:
+            logger.warning("fused decoder blocks do not work here (%s): slower ones are used", problem)
+            restore_blocks(self._peft)
+
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        """Hidden states of two completions behind one prompt, and the adapter's gradient, both flat; the adapter
+        is a random one meanwhile, and fresh afterwards."""
+        generator = torch.Generator().manual_seed(0)
+        fresh = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(self.device))
+        try:
+            ids = torch.arange(24, device=self.device) * (self.vocab_size // 24)
+            places = torch.cat([torch.arange(8), torch.arange(8, 16).repeat(2)]).to(self.device)
+            hidden = self._hidden(ids, places, (Segment(8), Segment(8, 0), Segment(8, 0))).float()
+            upstream = torch.randn(hidden.shape, generator=generator).to(self.device)
+            grads = torch.autograd.grad(hidden, list(self.parameters.values()), upstream)
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(fresh[name])
+        return hidden.detach().flatten(), torch.cat([grad.flatten() for grad in grads])
 
     def _fit_memory(self) -> None:
         """Switches activation checkpointing on where it is configured, or the device's memory needs it.

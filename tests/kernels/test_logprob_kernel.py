@@ -23,7 +23,7 @@ BF16_GRADIENT = 1.2e-2
 PLANS = {
     "whole rows": {"block": 64},
     "tiles": {"columns": 64, "block": 32, "workspace_bytes": 2000},
-    "fused": {"fused": True, "block": 64, "rows_per_tile": 16},
+    "triton": {"first": "triton", "block": 64, "rows_per_tile": 16},
 }
 
 
@@ -169,7 +169,7 @@ def test_14_strided_operands(triton_kernels: SimpleNamespace) -> None:
 
 
 def test_rows_off_16_bytes_are_not_read_by_descriptors(triton_kernels: SimpleNamespace) -> None:
-    check(triton_kernels, PLANS["fused"], *operands(rows=2, size=12, vocabulary=60))
+    check(triton_kernels, PLANS["triton"], *operands(rows=2, size=12, vocabulary=60))
 
 
 def test_18_a_trainable_head_is_refused(triton_kernels: SimpleNamespace) -> None:

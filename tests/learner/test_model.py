@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from bucketrl.bucket.errors import UserError
 from bucketrl.bucket.trajectories import TrajectoryGroup
-from bucketrl.learner import activations
+from bucketrl.learner import activations, fused_block
 from bucketrl.learner.attention_varlen import VarlenLayout
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.packing import MicroBatch, TokenSequence, pack, sequences
@@ -290,3 +290,36 @@ def test_a_model_that_transforms_its_logits_is_refused(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="CohereForCausalLM cannot be trained"):
         load(tmp_path)
+
+
+def is_fused(policy: PolicyModel) -> bool:
+    return any("forward" in vars(module) for module in policy._decoder.layers)
+
+
+def test_fused_blocks_are_kept_when_they_compute_the_same(model_folder: Path) -> None:
+    policy, plain = load(model_folder, perturbed=False), load(model_folder, perturbed=False)
+    policy._fuse_blocks()
+    assert is_fused(policy)
+    for name, parameter in policy.parameters.items():
+        assert torch.equal(parameter, plain.parameters[name])
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_fused_blocks_that_do_not_work_here_are_not_used(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    original = fused_block.swiglu_lora_linear
+
+    def broken(gate_up: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no kernel image")
+        return original(gate_up.roll(1, dims=0), *rest)
+
+    policy = load(model_folder, perturbed=False)
+    want = policy.score(tuple(range(20)))
+    monkeypatch.setattr(fused_block, "swiglu_lora_linear", broken)
+    policy._fuse_blocks()
+    assert "do not work here" in caplog.text
+    assert not is_fused(policy)
+    assert policy.score(tuple(range(20))) == pytest.approx(want, abs=1e-5)
