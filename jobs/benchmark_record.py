@@ -53,7 +53,20 @@ def machine() -> str:
 
 
 def _commit() -> str:
-    return _output("git", "describe", "--always", "--dirty", "--abbrev=12") or "unknown"
+    """With `-dirty` behind it if files other than records have changed since."""
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    if not commit:
+        return "unknown"
+    changed = (
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ":/",
+        ":(top,exclude)benchmarks/results",
+    )
+    return f"{commit}-dirty" if _output(*changed) else commit
 
 
 def _output(*command: str) -> str:
