@@ -54,8 +54,12 @@ class ReadAhead:
         return True
 
     def _read(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+        import torch
         from vllm.lora.request import LoRARequest
 
+        # Of this thread alone. A new thread's first parallel operation starts a team of threads, and each later one
+        # waits until the last of them got a core: on a busy machine seconds for an adapter instead of 30 ms.
+        torch.set_num_threads(1)
         try:
             # Of the class: the instance's own one would ask here.
             adapter = type(manager)._load_adapter(manager, LoRARequest(name, lora_id, path))

@@ -6,6 +6,7 @@ import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from bucketrl.rollout_worker.engines.worker_extension import ReadAhead
 
@@ -15,11 +16,13 @@ class Manager:
 
     def __init__(self) -> None:
         self.read_by: list[str] = []
+        self.threads: list[int] = []
         self.packed: list[object] = []
         self._adapter_manager = SimpleNamespace(_create_merged_loras_inplace=self.packed.append)
 
     def _load_adapter(self, request: SimpleNamespace) -> str:
         self.read_by.append(threading.current_thread().name)
+        self.threads.append(torch.get_num_threads())
         if request.lora_path == "/broken":
             raise ValueError("unexpected modules")
         return f"adapter {request.lora_int_id} of {request.lora_path}"
@@ -55,6 +58,18 @@ def test_it_is_read_and_packed_in_a_thread_and_handed_over_once() -> None:
     assert manager.read_by == ["adapter", "adapter"]
     manager.add_adapter(1)  # vLLM has evicted it and wants it again
     assert manager.read_by[2:] == ["MainThread"]
+
+
+def test_the_reader_takes_one_core_and_leaves_the_others_theirs() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        ahead, manager = ReadAhead(), Manager()
+        read(ahead, manager, 1)
+        assert manager.threads == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_cannot_be_read_ahead_is_left_to_vllm() -> None:
