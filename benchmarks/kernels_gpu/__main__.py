@@ -1,20 +1,21 @@
-"""python -m benchmarks.kernels_gpu: on one NVIDIA GPU, some 4 minutes. `--quick`: fewer rounds, nothing recorded.
+"""python -m benchmarks.kernels_gpu: on one NVIDIA GPU, some 5 minutes. `--quick`: fewer rounds, nothing recorded.
 
 `--tune`: instead, our own ways to cut the output head's work, side by side. Peers that are not installed are left
-out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl.
+out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl, peft, transformers.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels_gpu import correctness, head, policy
+from benchmarks.kernels_gpu import correctness, head, linears, policy, rope
+from benchmarks.kernels_gpu.linears_peers import SHAPES
 from benchmarks.kernels_gpu.peers import PEERS, Peer
 from benchmarks.kernels_gpu.timing import gemm_tflops
 from bucketrl.jobs import benchmark_record
@@ -43,11 +44,12 @@ def main(arguments: argparse.Namespace) -> int:
     count, failed = correctness.run(arguments.quick)
     print(f"{count} checks, {failed} failed; {time.monotonic() - start:.0f} s", flush=True)
     figures: dict[str, Any] = {"checks": count, "checks_failed": failed}
-    peers = {name: peer for name, peer in PEERS.items() if not (arguments.quick and name in SLOW_TO_START)}
-    for section in (partial(_head, peers), _policy):
+    left_out = SLOW_TO_START if arguments.quick else ()
+    peers = {name: peer for name, peer in PEERS.items() if name not in left_out}
+    for section in (partial(_head, peers), _policy, partial(_linears, left_out), partial(_rope, left_out)):
         try:
             figures |= section(rounds)
-        except Exception as error:  # noqa: BLE001 one section that cannot run leaves the other's figures
+        except Exception as error:  # noqa: BLE001 one section that cannot run leaves the others' figures
             print(f"section left out: {type(error).__name__}: {error}", flush=True)
             failed += 1
     figures |= {"gemm_tflops_before": before, "gemm_tflops_after": gemm_tflops()}
@@ -62,7 +64,10 @@ def main(arguments: argparse.Namespace) -> int:
             notes="Medians of rounds in which all took turns; 32768 rows, vocabulary 151936, bfloat16, forward and "
             "backward with a frozen head. k1_vs_…: their time over ours, at H 2048. k1_floor_…: 4·N·H·V FLOPs at "
             "790 TFLOP/s over our time. k1_rms: of log-probabilities against float64, the worst of three regimes. "
-            "k2_vs_…: as called; …_graph: both replayed as CUDA graphs, so that the host costs nothing.",
+            "k2_vs_…: as called; …_graph: both replayed as CUDA graphs, so that the host costs nothing. k3: the "
+            "linears of one Qwen3 layer with norms and SwiGLU, rank 16; k3_floor_…: the base's bare GEMMs over our "
+            "time, k3_vs_peft_…: the faster of PEFT's two. k4_floor_…: bytes at 4.3 TB/s. Their errors: relative "
+            "to float64, the worst tensor.",
             folder=Path(__file__).parents[1] / "results",
         )
         print(f"record: {path}")
@@ -103,6 +108,48 @@ def _policy(rounds: int) -> dict[str, Any]:
         for peer, key in {"torch eager": "k2_vs_eager", "torch.compile": "k2_vs_compile"}.items():
             if peer + name in found and f"ours{name}" in found:
                 figures[key + mode.replace("graph_", "_graph")] = found[peer + name] / found[f"ours{name}"]
+    return figures
+
+
+def _linears(left_out: Collection[str], rounds: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for suffix, shape in SHAPES.items():
+        found = linears.measure(shape, rounds, left_out)
+        peft = [ms for name, ms in found["ms"].items() if name.startswith("PEFT")]
+        named = {"peft": min(peft, default=None)} | {
+            key: found["ms"].get(name)
+            for key, name in {
+                "peft_bf16": "PEFT, bf16",
+                "peft_autocast": "PEFT, autocast",
+                "unsloth_style": "unsloth-style",
+                "compile": "torch.compile",
+                "no_adapter": "no adapter",
+            }.items()
+        }
+        figures |= _against("k3", suffix, found, named)
+        for part, error in zip(("out", "dx", "adapter"), found["errors"].get("PEFT, bf16", ()), strict=False):
+            figures[f"k3_error_{part}_peft_bf16_{suffix}"] = error
+    return figures
+
+
+def _rope(left_out: Collection[str], rounds: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for suffix, shape in SHAPES.items():
+        found = rope.measure(shape, rounds, left_out)
+        names = {"eager": "transformers", "compile": "torch.compile", "liger": "Liger"}
+        named = {key: found["ms"].get(name) for key, name in names.items()}
+        figures |= _against("k4", suffix, found, named)
+    return figures
+
+
+def _against(
+    kernel: str, suffix: str, found: Mapping[str, Any], named: Mapping[str, float | None]
+) -> dict[str, Any]:
+    ours = found["ms"]["ours"]
+    figures = {f"{kernel}_ms_{suffix}": ours, f"{kernel}_floor_{suffix}": found["floor_ms"] / ours}
+    figures |= {f"{kernel}_vs_{key}_{suffix}": ms / ours for key, ms in named.items() if ms is not None}
+    for part, error in zip(("out", "dx", "adapter"), found["errors"]["ours"], strict=False):
+        figures[f"{kernel}_error_{part}_{suffix}"] = error
     return figures
 
 

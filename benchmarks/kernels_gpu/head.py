@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from benchmarks.kernels_gpu.peers import Peer
 from benchmarks.kernels_gpu.timing import Time, interleaved
 from bucketrl.kernels import logprob_triton as kernels
 from bucketrl.kernels.logprob import linear_logprob
-from bucketrl.kernels.logprob_cuda import Plan
 from bucketrl.kernels.logprob_cuda import linear_logprob as kernel
+from bucketrl.kernels.logprob_plan import HOPPER, Plan
 
 ROWS = 32768
 PEAK_TFLOPS = 790.0
@@ -27,11 +28,14 @@ PLANS = {
     "tiles of 2048 x 4096": Plan(columns=4096, workspace_bytes=1 << 30),
     "tiles of 4096 x 2048": Plan(columns=2048, block=2048, warps=4),
     "tiles of 4096 x 8192": Plan(columns=8192),
-    "fused 128 x 256, 3 stages": Plan(fused=True, block=256),
-    "fused 128 x 256, 4 stages": Plan(fused=True, block=256, stages=4),
-    "fused 128 x 256, 4 GiB": Plan(fused=True, block=256, workspace_bytes=4 << 30),
-    "fused 128 x 128, two a multiprocessor": Plan(fused=True, block=128, warps=4, resident=2),
-    "fused 128 x 128, 8 warps, 4 stages": Plan(fused=True, block=128, stages=4),
+    "hopper": HOPPER,
+    "hopper, 1 GiB": replace(HOPPER, workspace_bytes=1 << 30),
+    "hopper, 4 GiB": replace(HOPPER, workspace_bytes=4 << 30),
+    "triton 128 x 256, 3 stages": Plan(first="triton", block=256),
+    "triton 128 x 256, 4 stages": Plan(first="triton", block=256, stages=4),
+    "triton 128 x 256, 4 GiB": Plan(first="triton", block=256, workspace_bytes=4 << 30),
+    "triton 128 x 128, two a multiprocessor": Plan(first="triton", block=128, warps=4, resident=2),
+    "triton 128 x 128, 8 warps, 4 stages": Plan(first="triton", block=128, stages=4),
 }
 
 

@@ -1,9 +1,10 @@
-"""`linear_logprob` for a bfloat16 head on a GPU: cuBLAS for the GEMMs, `logprob_triton` for what lies between.
+"""`linear_logprob` for a bfloat16 head on a GPU.
+
+The first GEMM and the pass over its logits: `logprob_hopper`, or cuBLAS and `logprob_triton`. The second: cuBLAS.
 
 Shape suffixes: N rows, H hidden size, V vocabulary, C columns of the logits that exist at once.
 """
 
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,34 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bucketrl.kernels import logprob_triton as kernels
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the work is cut. Results differ between plans by rounding only."""
-
-    columns: int = 0
-    """Columns of float32 logits that exist at once; a few thousand stay in the L2 cache. 0: all of them."""
-    workspace_bytes: int = 2 << 30
-    """For the logits and E of one chunk of rows."""
-    block: int = 4096
-    """Columns per program of the pass over the logits. Divides `columns`."""
-    warps: int = 8
-    fused: bool = False
-    """One kernel of ours for the first GEMM and the pass, instead of cuBLAS and the pass."""
-    rows_per_tile: int = 128
-    stages: int = 3
-    resident: int = 1
-    """Programs of the fused GEMM on one multiprocessor: two hide each other's ends of tiles."""
-
-    def __post_init__(self) -> None:
-        if self.columns % self.block:
-            raise ValueError(f"columns is {self.columns}; it must be a multiple of block, {self.block}")
-
-    def rows(self, vocabulary: int) -> int:
-        """Rows of a chunk: a power of two, so that the GEMMs' tiles are full."""
-        per_row = 2 * vocabulary + (0 if self.fused else 4 * (self.columns or vocabulary))
-        return 1 << max(0, (self.workspace_bytes // per_row).bit_length() - 1)
+from bucketrl.kernels.logprob_plan import Plan, plan_for
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -58,9 +32,9 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """`reference.linear_logprob` for bfloat16 operands; the same arguments, results and errors.
 
-    `grad_rows_N` on the CPU keeps the host from waiting for the GPU. Kept for backward: [N, H] bfloat16, for
-    the rows that want a gradient; twice that with `entropy_grad`. Raises NotImplementedError for
-    `entropy_grad` under a softcap.
+    plan: by default the fastest that is seen to be right here. `grad_rows_N` on the CPU keeps the host from
+    waiting for the GPU. Kept for backward: [N, H] bfloat16, for the rows that want a gradient; twice that with
+    `entropy_grad`. Raises NotImplementedError for `entropy_grad` under a softcap.
     """
     if weight_VH.requires_grad:
         raise ValueError("linear_logprob is for a frozen head: weight_VH.requires_grad must be False")
@@ -69,7 +43,7 @@ def linear_logprob(
     apply: Any = _LinearLogprob.apply
     with torch.autocast(hidden_NH.device.type, enabled=False):
         logprobs_N, entropy_N = apply(
-            hidden_NH, weight_VH, targets_N, temperature, softcap, entropy_grad, grad_rows_N, plan or Plan()
+            hidden_NH, weight_VH, targets_N, temperature, softcap, entropy_grad, grad_rows_N, plan
         )
     return logprobs_N, entropy_N
 
@@ -85,7 +59,7 @@ class _LinearLogprob(torch.autograd.Function):
         softcap: float | None,
         entropy_grad: bool,
         grad_rows_N: Tensor | None,
-        plan: Plan,
+        plan: Plan | None,
     ) -> tuple[Tensor, Tensor]:
         count, device = hidden_NH.shape[0], hidden_NH.device
         wanting = count if ctx.needs_input_grad[0] else 0
@@ -105,6 +79,7 @@ class _LinearLogprob(torch.autograd.Function):
             torch.empty(wanting, hidden_NH.shape[1], dtype=hidden_NH.dtype, device=device)
             for _ in range((1 + entropy_grad) if ctx.needs_input_grad[0] else 0)
         ]
+        plan = plan_for(plan, hidden_NH, weight_VH, softcap)
         scratch = _Scratch(hidden_NH, weight_VH, plan, with_gradient=bool(slopes))
         bounds = [(0, wanting, slopes), (wanting, count, [])]
         for start, stop, wanted in bounds:
@@ -143,8 +118,6 @@ class _Scratch:
     """The buffers of one call, used again by each chunk of rows."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, plan: Plan, with_gradient: bool) -> None:
-        if plan.fused and not _has_descriptors(hidden_NH, weight_VH):
-            plan = replace(plan, fused=False)
         self._weight_VH = weight_VH
         self._plan = plan
         count, vocabulary = hidden_NH.shape[0], weight_VH.shape[0]
@@ -152,7 +125,7 @@ class _Scratch:
         self.rows = max(1, min(count, 32768, plan.rows(vocabulary)))
         self._tiles = triton.cdiv(vocabulary, plan.block)
         new = weight_VH.new_empty
-        logits = 0 if plan.fused else self.rows * min(self._columns, vocabulary)
+        logits = self.rows * min(self._columns, vocabulary) if plan.first == "cublas" else 0
         self._logits = new(logits, dtype=torch.float32)
         # Rows that start on 16 bytes, for the GEMM.
         self._exp = new(self.rows if with_gradient else 1, triton.cdiv(vocabulary, 8) * 8)[:, :vocabulary]
@@ -180,16 +153,8 @@ class _Scratch:
             hidden_NH, weight_VH, targets_N, inverse_N, target_N, size, vocabulary,
             hidden_NH.stride(0), weight_VH.stride(0), **cap, BH=min(4096, triton.next_power_of_2(size)),
         )  # fmt: skip
-        if plan.fused:
-            self._fused(hidden_NH, targets_N, inverse_N, target_N, exp_NV, cap | store)
-        for first in range(0, 0 if plan.fused else vocabulary, self._columns):
-            width = min(self._columns, vocabulary - first)
-            logits_NC = self._logits[: count * width].view(count, width)
-            _matmul(hidden_NH, weight_VH[first : first + width].T, logits_NC)
-            kernels.exp_tile[(triton.cdiv(width, plan.block), count)](
-                logits_NC, targets_N, inverse_N, target_N, exp_NV, anchor, total, weighted, first, vocabulary,
-                width, self.rows, width, exp_NV.stride(0), **cap, **store, num_warps=plan.warps,
-            )  # fmt: skip
+        form = {"cublas": self._by_cublas, "triton": self._by_triton, "hopper": self._by_hopper}[plan.first]
+        form(hidden_NH, targets_N, inverse_N, target_N, exp_NV, cap | store)
         kernels.finish_rows[(count,)](
             targets_N, inverse_N, target_N, exp_NV, anchor, total, weighted, *results, scale_N, mean_N,
             vocabulary, self._tiles, self.rows, exp_NV.stride(0), **cap, **store,
@@ -205,7 +170,26 @@ class _Scratch:
             _matmul(exp_NV, weight_VH, product_NH)
             scale_rows([(scale_N, product_NH)], slope_NH)
 
-    def _fused(
+    def _by_cublas(
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        inverse_N: Tensor,
+        target_N: Tensor,
+        exp_NV: Tensor,
+        switches: dict[str, Any],
+    ) -> None:
+        count, (vocabulary, _), plan = len(hidden_NH), self._weight_VH.shape, self._plan
+        for first in range(0, vocabulary, self._columns):
+            width = min(self._columns, vocabulary - first)
+            logits_NC = self._logits[: count * width].view(count, width)
+            _matmul(hidden_NH, self._weight_VH[first : first + width].T, logits_NC)
+            kernels.exp_tile[(triton.cdiv(width, plan.block), count)](
+                logits_NC, targets_N, inverse_N, target_N, exp_NV, *self._sums, first, vocabulary,
+                width, self.rows, width, exp_NV.stride(0), **switches, num_warps=plan.warps,
+            )  # fmt: skip
+
+    def _by_triton(
         self,
         hidden_NH: Tensor,
         targets_N: Tensor,
@@ -228,13 +212,22 @@ class _Scratch:
             BK=depth, GROUP=16, num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
 
+    def _by_hopper(
+        self,
+        hidden_NH: Tensor,
+        targets_N: Tensor,
+        inverse_N: Tensor,
+        target_N: Tensor,
+        exp_NV: Tensor,
+        switches: dict[str, Any],
+    ) -> None:
+        # Needs Gluon, which not every Triton has.
+        from bucketrl.kernels import logprob_hopper
 
-def _has_descriptors(*matrices: Tensor) -> bool:
-    """Whether the fused GEMM can read these: Hopper and later, rows that start on 16 bytes."""
-    device = matrices[0].device
-    return all(matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0 for matrix in matrices) and (
-        device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+        logprob_hopper.gemm_exp(
+            hidden_NH, self._weight_VH, targets_N, inverse_N, target_N, exp_NV, self._sums,
+            store=switches["STORE"], programs=_multiprocessors(hidden_NH.device),
+        )  # fmt: skip
 
 
 @cache

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 BF16_GRADIENT = 1.2e-2
 """Relative error of a gradient whose exponentials and result are bfloat16."""
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "whole rows": {"block": 64},
     "tiles": {"columns": 64, "block": 32, "workspace_bytes": 2000},
     "triton": {"first": "triton", "block": 64, "rows_per_tile": 16},
