@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels_gpu import correctness_policy
+from benchmarks.kernels_gpu import correctness_layers, correctness_policy
 from benchmarks.kernels_gpu.correctness_policy import Check
 from benchmarks.kernels_gpu.heads import REGIMES, Head, Truth, make, relative, truth
 from bucketrl.kernels import policy, reference
@@ -63,6 +63,7 @@ def checks(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Check]]:
     if is_hopper(torch.device("cuda")):
         yield "K1: the Hopper kernel's trial at first use", _trial
     yield from correctness_policy.checks()
+    yield from correctness_layers.checks()
 
 
 def run(quick: bool) -> tuple[int, int]:
