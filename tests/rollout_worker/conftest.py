@@ -13,19 +13,13 @@ import pytest_asyncio
 from bucketrl.bucket.records import RunRecord
 from bucketrl.rollout_worker import adapters, heartbeat, link, policy, uploads, work
 from bucketrl.rollout_worker.engine import Engine
+from bucketrl.rollout_worker.engines import member
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.worker import EndReason, RolloutWorker
 
-from .fakes import (
-    FakeEngine,
-    FakeLearner,
-    FakeProxy,
-    FakeRewards,
-    FakeTask,
-    FakeTokenizer,
-    FlakyStore,
-    make_run,
-)
+from .fake_engine import FakeEngine
+from .fake_run import FakeLearner, FakeProxy, make_run
+from .fakes import FakeRewards, FakeTask, FakeTokenizer, FlakyStore
 
 if TYPE_CHECKING:  # torch is not needed for a worker on fakes
     from .learned import Learned
@@ -43,6 +37,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (uploads, "RETRY_CAP_S", 0.1),
         (work, "RETRY_S", 0.02),
         (work, "ALONE_PERIOD_S", 0.1),
+        (member, "RESTART_S", 0.001),
     ):
         monkeypatch.setattr(module, name, seconds)
 

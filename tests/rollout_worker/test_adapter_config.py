@@ -9,7 +9,7 @@ import pytest
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.rollout_worker.adapter_config import check_adapter_config
 
-from .fakes import adapter_config, make_run
+from .fake_run import adapter_config, make_run
 
 
 def check(folder: Path, lora: dict[str, Any] | None = None, **changes: Any) -> None:

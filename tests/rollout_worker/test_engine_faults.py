@@ -19,7 +19,9 @@ from bucketrl.rollout_worker.engine import Engine
 
 from .conftest import World
 from .engine_contract import request
-from .fakes import adapter_config, make_run, tokens_of_seed, until, uploaded_groups
+from .fake_engine import tokens_of_seed
+from .fake_run import adapter_config, make_run
+from .fakes import until, uploaded_groups
 from .learned import VERSIONS, Learned, make_config
 from .tiny_model import ALPHA, RANK
 

@@ -22,7 +22,9 @@ from bucketrl.rollout_worker.prompts import Prompts
 from bucketrl.rollout_worker.rewards import RewardFailed
 from bucketrl.tasks.base import FinishReason, Message, Prompt, Reward
 
-from .fakes import FakeRewards, FakeTask, FakeTokenizer, logprob_of, make_run
+from .fake_engine import logprob_of
+from .fake_run import make_run
+from .fakes import FakeRewards, FakeTask, FakeTokenizer
 
 MAX_TOKENS = 24
 STOP = 0

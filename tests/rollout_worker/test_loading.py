@@ -13,7 +13,8 @@ from bucketrl.rollout_worker.loading import load_engine
 from bucketrl.rollout_worker.options import WorkerOptions
 from bucketrl.rollout_worker.prompts import Prompts, PromptTooLong
 
-from .fakes import FakeTask, make_run
+from .fake_run import make_run
+from .fakes import FakeTask
 from .tiny_model import save_model
 
 TEMPLATE = (

@@ -17,7 +17,8 @@ from bucketrl.rollout_worker.engines.settings import (
     stop_token_ids,
 )
 
-from .fakes import FakeTokenizer, make_run
+from .fake_run import make_run
+from .fakes import FakeTokenizer
 from .tiny_model import TARGETS, save_model
 
 

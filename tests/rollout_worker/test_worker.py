@@ -14,7 +14,9 @@ from bucketrl.rollout_worker.flow import LEASE_BATCH
 from bucketrl.rollout_worker.group import request_seed
 
 from .conftest import World
-from .fakes import PROMPTS, drop, until, uploaded_groups
+from .fake_engine import drop
+from .fake_run import PROMPTS
+from .fakes import until, uploaded_groups
 
 
 async def test_leased_groups_arrive_whole_and_decodable(world: World) -> None:
