@@ -20,7 +20,7 @@ from bucketrl.learner.packing import Segment
 
 
 def varlen_function() -> Callable[..., Tensor]:
-    """PyTorch's own: FlashAttention, in bfloat16 and float16. Raises ImportError where there is none."""
+    """PyTorch's own: FlashAttention 2, in bfloat16 and float16. Raises ImportError where there is none."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11 takes fewer key-value heads without being told; later ones want to be.
@@ -57,7 +57,8 @@ class VarlenLayout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        # Not each[0]: its gradient would be copied into zeros.
+        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
         if self._key_rows is not None:
             k, v = gather_rows(k, self._key_rows), gather_rows(v, self._key_rows)
         # The kernel counts the tokens before the query; its -1 is all of them.

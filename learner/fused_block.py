@@ -96,13 +96,14 @@ class _FusedBlock:
             self._linears[name].enabled = not layers[0].disable_adapters
         linears, attention = self._linears, self._attention
         before, after = self._norms
-        x_TH = hidden_states[0]
+        # Not hidden_states[0]: its gradient would be copied into zeros. So too below.
+        x_TH = hidden_states.squeeze(0)
         qkv_TN = rmsnorm_lora_linear(x_TH, before.weight, before.variance_epsilon, linears["qkv"])
         cos_TD, sin_TD = (each[0] for each in kwargs["position_embeddings"])
         heads = qknorm_rope(qkv_TN, *self._shape, attention.head_dim, cos_TD, sin_TD, **self._head_norms())
         query, key, value = (each[None].transpose(1, 2) for each in heads)
         attended = layout.attend(query, key, value, attention.scaling, self._window)
-        x_TH = lora_linear(attended[0].flatten(1), linears["o"], x_TH)
+        x_TH = lora_linear(attended.squeeze(0).flatten(1), linears["o"], x_TH)
         gate_up = rmsnorm_lora_linear(x_TH, after.weight, after.variance_epsilon, linears["gate_up"])
         return swiglu_lora_linear(gate_up, linears["down"], x_TH)[None]
 

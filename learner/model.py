@@ -140,7 +140,7 @@ class PolicyModel:
             use_cache=False,
             layout=self._make_layout(segments),
         )
-        hidden: Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
         return hidden
 
     def _linear_logprob(

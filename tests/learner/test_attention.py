@@ -1,6 +1,7 @@
 """Attention of packed sequences against its formula, however it is computed, and which way is chosen."""
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -133,6 +134,44 @@ def test_the_probe_tells_a_right_kernel_from_wrong_ones() -> None:
     assert error(24) < 1e-5
     assert error(top_left=True) > 10 * attention.PROBE_TOLERANCE
     assert error(24, windows=False) > 5 * attention.PROBE_TOLERANCE
+
+
+@pytest.mark.parametrize("spoilt", range(3))
+def test_the_probe_sees_one_gradient_that_is_nan(spoilt: int) -> None:
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(each.clone() for each in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            return tuple(grad * torch.nan if i == spoilt else grad for i, grad in enumerate(grads))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
+        return by_documentation(*Spoilt.apply(q, k, v), *lengths, **options)
+
+    make = partial(VarlenLayout, device=CPU, function=function)
+    assert math.isnan(attention.probe(make, HEADS, KV_HEADS, HEAD_DIM, None, CPU, torch.float32))
+
+
+def test_no_gradient_is_copied_on_its_way() -> None:
+    """Neither into zeros, as that of a selected row would be, nor for a layout that nobody asked for."""
+    heads = [torch.randn(6, count, HEAD_DIM, requires_grad=True) for count in (HEADS, KV_HEADS, KV_HEADS)]
+    written = [torch.randn(6, count, HEAD_DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            return inputs[0].clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+            return tuple(written)
+
+    layout = VarlenLayout((Segment(2), Segment(4)), CPU, lambda q, k, v, *_, **__: Kernel.apply(q, k, v))
+    output = layout.attend(*(each[None].transpose(1, 2) for each in heads), None, None)
+    for gradient, of_kernel in zip(torch.autograd.grad(output.sum(), heads), written, strict=True):
+        assert gradient.data_ptr() == of_kernel.data_ptr()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
