@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from bucketrl.bucket.config import AlgorithmConfig
-from bucketrl.kernels import Objective, packed_policy_loss
+from bucketrl.kernels import Objective, packed_policy_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,21 @@ class Denominators:
     """That a completion may have."""
 
 
-def policy_loss(
+def loss_and_gradients(
     algorithm: AlgorithmConfig,
     logprobs_N: Tensor,
     entropy_N: Tensor,
     proximal_N: Tensor | None,
     samples: Samples,
     denominators: Denominators,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The micro-batch's part of the update's loss, a scalar: the parts of all micro-batches add up to it.
 
-    logprobs_N: [N] under the policy, differentiable; so is entropy_N if there is a bonus for it.
-    proximal_N: that of `proximal_logprobs`.
+    logprobs_N, entropy_N: [N] under the policy. proximal_N: that of `proximal_logprobs`.
+    Returns the loss, and its derivatives by logprobs_N and by entropy_N, [N]; None without a bonus for entropy.
     """
     norm, weights_S = _normaliser(algorithm, logprobs_N, samples, denominators)
-    return packed_policy_loss(
+    loss, grad_N, grad_entropy_N, _ = packed_policy_grad(
         logprobs_N,
         samples.behaviour_logprobs,
         samples.advantages,
@@ -68,7 +68,8 @@ def policy_loss(
         entropy_N=entropy_N if algorithm.entropy_coefficient > 0 else None,
         weights_B=weights_S,
         objective=objective(algorithm),
-    )[0]
+    )
+    return loss, grad_N, grad_entropy_N
 
 
 def objective(algorithm: AlgorithmConfig) -> Objective:

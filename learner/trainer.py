@@ -17,7 +17,7 @@ from bucketrl.learner import packing
 from bucketrl.learner.advantages import batch_advantages, overlong_penalty
 from bucketrl.learner.metrics import TokenStatistics, batch_metrics, token_metrics
 from bucketrl.learner.model import PolicyModel
-from bucketrl.learner.objective import Denominators, Samples, policy_loss, proximal_logprobs
+from bucketrl.learner.objective import Denominators, Samples, loss_and_gradients, proximal_logprobs
 from bucketrl.learner.optimizer import Optimizer, learning_rate
 from bucketrl.learner.packing import MicroBatch, TokenSequence
 from bucketrl.learner.parts import Stopped
@@ -168,8 +168,13 @@ class Replica:
         with_entropy = self._algorithm.entropy_coefficient > 0
         logprobs, entropy = self._policy.logprobs(batch, entropy_grad=with_entropy)
         proximal = proximal_logprobs(self._algorithm, logprobs, samples)
-        loss = policy_loss(self._algorithm, logprobs, entropy, proximal, samples, denominators)
-        loss.backward()  # type: ignore[no-untyped-call]
+        _, by_logprob, by_entropy = loss_and_gradients(
+            self._algorithm, logprobs, entropy, proximal, samples, denominators
+        )
+        if by_entropy is None:
+            torch.autograd.backward(logprobs, by_logprob)
+        else:
+            torch.autograd.backward([logprobs, entropy], [by_logprob, by_entropy])
         return TokenStatistics(
             logprobs=_numpy(logprobs),
             entropy=_numpy(entropy),

@@ -274,6 +274,7 @@ def _no_wait(plan: Plan) -> tuple[float, float]:
         logprobs, _ = kernel(hidden, head.weight, head.targets, 0.8, grad_rows_N=rows, plan=plan)
         logprobs.sum().backward()
         policy.packed_policy_loss(**inputs, objective=objective)[0].backward()  # type: ignore[no-untyped-call]
+        policy.packed_policy_grad(**inputs, objective=objective)
         policy.group_advantage(inputs["advantages_B"], torch_groups)
 
     inputs["norm"] = torch.tensor(9.0, device="cuda")

@@ -30,6 +30,7 @@ def checks() -> Iterator[tuple[str, Check]]:
     for kind in OBJECTIVES:
         yield f"20, 21 K2 {kind}: against float64, poisoned", partial(_policy, kind)
         yield f"13 K2 {kind}: the same bits under torch.compile", partial(_compiled, kind)
+    yield "K2: the same bits with and without autograd", _forms
     yield "23 K2: the same bits under autocast", _autocast
     yield "29 K2: the same bits in a second backward pass", _twice
     yield "K2: the same bits three times", _repeats
@@ -61,6 +62,7 @@ def policy_inputs(kind: str, poison: bool = False) -> tuple[dict[str, Any], poli
 
 
 def _results(function: Any, inputs: dict[str, Any], objective: policy.Objective) -> list[Tensor]:
+    """Loss, statistics, and the gradients in the log-probabilities and entropies, by autograd."""
     inputs = dict(inputs) | {
         name: inputs[name].clone().requires_grad_() for name in ("logprobs_N", "entropy_N")
     }
@@ -69,9 +71,19 @@ def _results(function: Any, inputs: dict[str, Any], objective: policy.Objective)
     return [loss.detach(), stats, inputs["logprobs_N"].grad, inputs["entropy_N"].grad]
 
 
+def _direct(inputs: dict[str, Any], objective: policy.Objective) -> list[Tensor]:
+    loss, by_logprob, by_entropy, stats = policy.packed_policy_grad(**inputs, objective=objective)
+    assert by_entropy is not None
+    return [loss, stats, by_logprob, by_entropy]
+
+
+def _both(inputs: dict[str, Any], objective: policy.Objective) -> list[Tensor]:
+    return [*_direct(inputs, objective), *_results(policy.packed_policy_loss, inputs, objective)]
+
+
 def _policy(kind: str) -> tuple[float, float]:
     inputs, objective = policy_inputs(kind, poison=True)
-    found = _results(policy.packed_policy_loss, inputs, objective)
+    found = _both(inputs, objective)
     exact = {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
@@ -80,7 +92,7 @@ def _policy(kind: str) -> tuple[float, float]:
     want = _results(policy_reference.packed_policy_loss, exact, objective)
     if not all(bool(tensor.isfinite().all()) for tensor in found):
         raise RuntimeError("something not finite")
-    return max(relative(ours, theirs.double()) for ours, theirs in zip(found, want, strict=True)), 1e-5
+    return max(relative(ours, theirs.double()) for ours, theirs in zip(found, want * 2, strict=True)), 1e-5
 
 
 def _differ(one: list[Tensor], two: list[Tensor]) -> float:
@@ -89,8 +101,18 @@ def _differ(one: list[Tensor], two: list[Tensor]) -> float:
 
 def _repeats() -> tuple[float, float]:
     inputs, objective = policy_inputs("gspo")
-    first, *others = [_results(policy.packed_policy_loss, inputs, objective) for _ in range(3)]
+    first, *others = [_both(inputs, objective) for _ in range(3)]
     return sum(_differ(first, other) for other in others), 0.0
+
+
+def _forms() -> tuple[float, float]:
+    differing = 0.0
+    for kind in OBJECTIVES:
+        inputs, objective = policy_inputs(kind, poison=True)
+        differing += _differ(
+            _direct(inputs, objective), _results(policy.packed_policy_loss, inputs, objective)
+        )
+    return differing, 0.0
 
 
 def _compiled(kind: str) -> tuple[float, float]:
@@ -101,15 +123,18 @@ def _compiled(kind: str) -> tuple[float, float]:
         loss, stats = policy.packed_policy_loss(**given)
         return loss * 2.0, stats
 
-    found = _results(torch.compile(call), inputs, objective)
-    return _differ(found, _results(call, inputs, objective)), 0.0
+    def direct(inputs: dict[str, Any]) -> list[Tensor]:
+        return [result * 2.0 for result in _direct(inputs, objective)]
+
+    found = [*_results(torch.compile(call), inputs, objective), *torch.compile(direct)(inputs)]
+    return _differ(found, [*_results(call, inputs, objective), *direct(inputs)]), 0.0
 
 
 def _autocast() -> tuple[float, float]:
     inputs, objective = policy_inputs("ppo")
-    want = _results(policy.packed_policy_loss, inputs, objective)
+    want = _both(inputs, objective)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = _results(policy.packed_policy_loss, inputs, objective)
+        found = _both(inputs, objective)
     return _differ(found, want), 0.0
 
 

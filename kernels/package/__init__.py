@@ -6,7 +6,7 @@ Hugging Face's package of that name from whoever runs there.
 
 from bucketrl.kernels.logprob import linear_logprob
 from bucketrl.kernels.lora import LoraLayer, LoraLinears, lora_linear, rmsnorm_lora_linear, swiglu_lora_linear
-from bucketrl.kernels.policy import Objective, group_advantage, packed_policy_loss
+from bucketrl.kernels.policy import Objective, group_advantage, packed_policy_grad, packed_policy_loss
 from bucketrl.kernels.rope import qknorm_rope
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "group_advantage",
     "linear_logprob",
     "lora_linear",
+    "packed_policy_grad",
     "packed_policy_loss",
     "qknorm_rope",
     "rmsnorm_lora_linear",

@@ -1,4 +1,4 @@
-"""`packed_policy_loss` and `group_advantage`: by one kernel on a GPU, by plain torch elsewhere."""
+"""The policy loss, its gradients, and the group advantage: by one kernel on a GPU, by plain torch elsewhere."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from bucketrl.kernels import policy_reference
 from bucketrl.kernels.policy_reference import STATS, Objective
 from bucketrl.kernels.triton_here import triton_is_here
 
-__all__ = ["STATS", "Objective", "group_advantage", "packed_policy_loss"]
+__all__ = ["STATS", "Objective", "group_advantage", "packed_policy_grad", "packed_policy_loss"]
 
 
 def packed_policy_loss(
@@ -35,6 +35,39 @@ def packed_policy_loss(
     from bucketrl.kernels import policy_cuda
 
     results: tuple[Tensor, Tensor] = policy_cuda.packed_policy_loss(
+        logprobs_N,
+        entropy_N,
+        (behaviour_N, advantages_B, cu_seqlens, norm),
+        (mask_N, proximal_N, reference_N, weights_B),
+        objective,
+    )
+    return results
+
+
+def packed_policy_grad(
+    logprobs_N: Tensor,
+    behaviour_N: Tensor,
+    advantages_B: Tensor,
+    cu_seqlens: Tensor,
+    norm: float | Tensor,
+    *,
+    mask_N: Tensor | None = None,
+    proximal_N: Tensor | None = None,
+    reference_N: Tensor | None = None,
+    entropy_N: Tensor | None = None,
+    weights_B: Tensor | None = None,
+    objective: Objective,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """`policy_reference.packed_policy_grad`; the arguments are those of `packed_policy_loss`."""
+    if not _has_kernel(logprobs_N):
+        reference: tuple[Tensor, Tensor, Tensor | None, Tensor] = policy_reference.packed_policy_grad(
+            logprobs_N, behaviour_N, advantages_B, cu_seqlens, norm, mask_N=mask_N, proximal_N=proximal_N,
+            reference_N=reference_N, entropy_N=entropy_N, weights_B=weights_B, objective=objective,
+        )  # fmt: skip
+        return reference
+    from bucketrl.kernels import policy_cuda
+
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor] = policy_cuda.packed_policy_grad(
         logprobs_N,
         entropy_N,
         (behaviour_N, advantages_B, cu_seqlens, norm),

@@ -11,6 +11,8 @@ from bucketrl.kernels.policy_reference import STATS, Objective
 
 BLOCK = 128
 """Tokens per program of one warp, whose sums need no barrier."""
+WAYS = 32
+"""Of the search for a block's first sequence: one for each thread of the warp."""
 ALIGNMENT = 16
 """Bytes: whether a pointer is a multiple is what Triton compiles a kernel for."""
 
@@ -18,21 +20,74 @@ _compiled: dict[tuple[Any, Hashable], Any] = {}
 """Kernels by what they were compiled for: `_form`."""
 
 
+Results = tuple[Tensor, Tensor, Tensor | None, Tensor]
+Required = tuple[Tensor, Tensor, Tensor, float | Tensor]
+"""behaviour, advantages, cu_seqlens, norm."""
+Optional = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""mask, proximal, reference, weights."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_policy_loss(
-    logprobs_N: Tensor,
-    entropy_N: Tensor | None,
-    required: tuple[Tensor, Tensor, Tensor, float | Tensor],
-    optional: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    objective: Objective,
+    logprobs_N: Tensor, entropy_N: Tensor | None, required: Required, optional: Optional, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """`policy_reference.packed_policy_loss`.
-
-    required: behaviour, advantages, cu_seqlens, norm. optional: mask, proximal, reference, weights.
-    """
+    """`policy_reference.packed_policy_loss`."""
     apply: Any = _PolicyLoss.apply
     loss, stats = apply(logprobs_N, entropy_N, required, optional, objective)
     return loss, stats
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def packed_policy_grad(
+    logprobs_N: Tensor, entropy_N: Tensor | None, required: Required, optional: Optional, objective: Objective
+) -> Results:
+    """`policy_reference.packed_policy_grad`."""
+    loss, grad_N, grad_entropy_N, stats = _launch_all(logprobs_N, entropy_N, required, optional, objective)
+    if entropy_N is not None and grad_entropy_N is not None:
+        grad_entropy_N = grad_entropy_N.to(entropy_N.dtype)
+    return loss, grad_N.to(logprobs_N.dtype), grad_entropy_N, stats
+
+
+def _launch_all(
+    logprobs_N: Tensor, entropy_N: Tensor | None, required: Required, optional: Optional, objective: Objective
+) -> Results:
+    """Loss, gradients and statistics, float32.
+
+    The blocks are added up by a launch of their own. The last block to end could do it, but needs a counter that
+    is 0 at the start: one more launch, or memory that calls on two streams would share.
+    """
+    behaviour_N, advantages_B, cu_seqlens, norm = required
+    mask_N, proximal_N, reference_N, weights_B = optional
+    count, sequences = logprobs_N.shape[0], cu_seqlens.shape[0] - 1
+    logprobs = _plain(logprobs_N)
+    inputs = (
+        cu_seqlens.contiguous(), logprobs, _plain(behaviour_N), _plain(advantages_B),
+        None if mask_N is None else mask_N.contiguous(), _given(proximal_N), _given(reference_N),
+        _given(entropy_N), _given(weights_B),
+    )  # fmt: skip
+    norm_tensor = _plain(norm) if isinstance(norm, Tensor) else None
+    scale = 1.0 / norm if not isinstance(norm, Tensor) and norm > 0 else 0.0
+    form = _form(objective, (*inputs, norm_tensor))
+    blocks = -(-count // BLOCK)
+    grad_N = torch.empty_like(logprobs)
+    grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
+    part, stats = logprobs.new_empty(len(STATS), blocks), logprobs.new_empty(len(STATS))
+    loss = logprobs.new_empty(())
+    means = None
+    if objective.by_sequence:
+        means = logprobs.new_empty(max(1, sequences), 2)
+        if sequences:
+            _launch(kernels.sequence_means, form, sequences, 4, *inputs, means, 1024)
+    if blocks:
+        span = 1
+        while span < sequences:
+            span *= WAYS
+        _launch(
+            kernels.policy_loss, form, blocks, 1, *inputs, means, norm_tensor, grad_N, grad_entropy_N, part,
+            scale, count, sequences, span, objective, BLOCK, WAYS,
+        )  # fmt: skip
+    _launch(kernels.add_blocks, form, len(STATS), 4, part, stats, loss, blocks, 512)
+    return loss, grad_N, grad_entropy_N, stats
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -41,40 +96,15 @@ class _PolicyLoss(torch.autograd.Function):
         ctx: Any,
         logprobs_N: Tensor,
         entropy_N: Tensor | None,
-        required: tuple[Tensor, Tensor, Tensor, float | Tensor],
-        optional: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        required: Required,
+        optional: Optional,
         objective: Objective,
     ) -> tuple[Tensor, Tensor]:
-        behaviour_N, advantages_B, cu_seqlens, norm = required
-        mask_N, proximal_N, reference_N, weights_B = optional
-        count, sequences = logprobs_N.shape[0], cu_seqlens.shape[0] - 1
-        logprobs = _plain(logprobs_N)
-        inputs = (
-            cu_seqlens.contiguous(), logprobs, _plain(behaviour_N), _plain(advantages_B),
-            None if mask_N is None else mask_N.contiguous(), _given(proximal_N), _given(reference_N),
-            _given(entropy_N), _given(weights_B),
-        )  # fmt: skip
-        norm_tensor = _plain(norm) if isinstance(norm, Tensor) else None
-        scale = 1.0 / norm if not isinstance(norm, Tensor) and norm > 0 else 0.0
-        form = _form(objective, (*inputs, norm_tensor))
-        blocks = -(-count // BLOCK)
-        grad_N = torch.empty_like(logprobs)
-        grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
-        part, loss = logprobs.new_empty(blocks + 1, len(STATS)), logprobs.new_empty(())
-        means = None
-        if objective.by_sequence:
-            means = logprobs.new_empty(max(1, sequences), 2)
-            if sequences:
-                _launch(kernels.sequence_means, form, sequences, 4, *inputs, means, 1024)
-        if blocks:
-            _launch(
-                kernels.policy_loss, form, blocks, 1, *inputs, means, norm_tensor, grad_N, grad_entropy_N, part,
-                scale, count, sequences, sequences.bit_length(), objective, BLOCK,
-            )  # fmt: skip
-        _launch(kernels.add_blocks, form, len(STATS), 4, part, loss, blocks, 512)
+        loss, grad_N, grad_entropy_N, stats = _launch_all(
+            logprobs_N, entropy_N, required, optional, objective
+        )
         ctx.save_for_backward(grad_N, grad_entropy_N)
         ctx.dtypes = logprobs_N.dtype, None if entropy_N is None else entropy_N.dtype
-        stats = part[blocks]
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)  # else zeros are made for the statistics
         return loss, stats

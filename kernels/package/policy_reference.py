@@ -5,7 +5,7 @@ Shape suffixes: N scored tokens, B sequences, G groups of sequences.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -164,6 +164,24 @@ def packed_policy_loss(
             + [torch.where(some, value, zero) for value in extreme]
         )
     return loss, stats
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def packed_policy_grad(
+    logprobs_N: Tensor, *inputs: Any, entropy_N: Tensor | None = None, **optional: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """`packed_policy_loss` with its gradients, for a caller with whom the loss is the last thing.
+
+    Returns the loss, ∂ loss / ∂ logprobs_N [N], ∂ loss / ∂ entropy_N [N] or None, and the `STATS`, all without
+    gradient. On to the parameters: `torch.autograd.backward(logprobs_N, gradient)`.
+    """
+    leaves = [value.detach().requires_grad_() for value in (logprobs_N, entropy_N) if value is not None]
+    with torch.enable_grad():
+        loss, stats = packed_policy_loss(
+            leaves[0], *inputs, entropy_N=None if entropy_N is None else leaves[1], **optional
+        )
+    grad_N, *grad_entropy = torch.autograd.grad(loss, leaves)
+    return loss.detach(), grad_N, next(iter(grad_entropy), None), stats
 
 
 def _at_level(level: Level, values_N: Tensor, sequence_N: Tensor, lengths_B: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from bucketrl.kernels.policy_terms import MAX_LOG_RATIO
 
 REACH = tl.constexpr(MAX_LOG_RATIO)
 EPSILON = tl.constexpr(STD_EPSILON)
-COLUMNS = tl.constexpr(len(STATS))
+ROWS = tl.constexpr(len(STATS))
 
 
 @triton.jit
@@ -27,35 +27,64 @@ def _clamped(x):
 
 
 @triton.jit
-def _load_live(token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT):
-    """Everything about each token, 0 where it is not live; a pointer that is None is not there."""
-    unmasked = inside
+def _count(x):
+    return tl.sum(x.to(tl.int32), 0)
+
+
+@triton.jit
+def _load(token, there, LOGP, BEH, MASK, PROX, REF, ENT):
+    """All about each token; no load waits for another. A pointer that is None is not there."""
+    unmasked = there
     if MASK is not None:
-        unmasked = unmasked & (tl.load(MASK + token, mask=inside, other=0) != 0)
-    logp = tl.load(LOGP + token, mask=unmasked, other=0.0)
-    beh = tl.load(BEH + token, mask=unmasked, other=0.0)
-    adv = tl.load(ADV + sequence, mask=unmasked, other=0.0)
-    live = unmasked & _finite(logp) & _finite(beh) & _finite(adv)
-    prox = beh
+        unmasked = unmasked & (tl.load(MASK + token, mask=there, other=0) != 0)
+    logp = tl.load(LOGP + token, mask=there, other=0.0)
+    beh = tl.load(BEH + token, mask=there, other=0.0)
+    prox, ref, ent = beh, logp, logp
     if PROX is not None:
-        prox = tl.load(PROX + token, mask=unmasked, other=0.0)
-        live = live & _finite(prox)
-    ref = logp
+        prox = tl.load(PROX + token, mask=there, other=0.0)
     if REF is not None:
-        ref = tl.load(REF + token, mask=unmasked, other=0.0)
-        live = live & _finite(ref)
-    ent = logp
+        ref = tl.load(REF + token, mask=there, other=0.0)
     if ENT is not None:
-        ent = tl.load(ENT + token, mask=unmasked, other=0.0)
-        live = live & _finite(ent)
+        ent = tl.load(ENT + token, mask=there, other=0.0)
+    return unmasked, logp, beh, prox, ref, ent
+
+
+@triton.jit
+def _live(unmasked, sequence, logp, beh, prox, ref, ent, ADV, WEIGHT):
+    """Which tokens are live, and all about them, 0 for the others."""
+    adv = tl.load(ADV + sequence, mask=unmasked, other=0.0)
     weight = tl.where(unmasked, 1.0, 0.0)
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + sequence, mask=unmasked, other=0.0)
-        live = live & _finite(weight)
+    live = unmasked & _finite(logp) & _finite(beh) & _finite(prox) & _finite(ref) & _finite(ent)
+    live = live & _finite(adv) & _finite(weight)
     return (
-        unmasked, live, tl.where(live, logp, 0.0), tl.where(live, beh, 0.0), tl.where(live, adv, 0.0),
-        tl.where(live, prox, 0.0), tl.where(live, ref, 0.0), tl.where(live, ent, 0.0), tl.where(live, weight, 0.0),
+        live, tl.where(live, logp, 0.0), tl.where(live, beh, 0.0), tl.where(live, prox, 0.0),
+        tl.where(live, ref, 0.0), tl.where(live, ent, 0.0), tl.where(live, adv, 0.0), tl.where(live, weight, 0.0),
     )  # fmt: skip
+
+
+@triton.jit
+def _sequences(token, first, stop, CU, B, span, WAYS: tl.constexpr):
+    """Of each token from `first` on the last sequence that begins at or before it; empty ones are passed over.
+
+    That of the first token is sought `WAYS` places at a time, for each search waits for memory once. Then the
+    bounds in the block are counted. span: a power of WAYS, at least B.
+    """
+    low = 0
+    while span > 1:
+        span = span // WAYS
+        place = low + span * (1 + tl.arange(0, WAYS))
+        begun = (tl.load(CU + place, mask=place < B, other=0) <= first) & (place < B)
+        low += span * _count(begun)
+    sequence = low + 0 * token
+    after = tl.minimum(low + 1, B)
+    bound = tl.load(CU + after)
+    while bound < stop:
+        sequence += tl.where(bound <= token, 1, 0)
+        after += 1
+        bound = tl.load(CU + after)
+    return sequence
 
 
 @triton.jit
@@ -78,8 +107,9 @@ def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, BT: 
     count = tl.full((BT,), 0.0, tl.float32)
     for start in range(first, stop, BT):
         token = start + tl.arange(0, BT)
-        _, live, logp, beh, _, prox, _, _, _ = _load_live(
-            token, token < stop, sequence + 0 * token, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT
+        unmasked, logp, beh, prox, ref, ent = _load(token, token < stop, LOGP, BEH, MASK, PROX, REF, ENT)
+        live, logp, beh, prox, _, _, _, _ = _live(
+            unmasked, sequence + 0 * token, logp, beh, prox, ref, ent, ADV, WEIGHT
         )
         x, w = _log_ratios(logp, beh, prox, PROX)
         ratio += x
@@ -90,30 +120,26 @@ def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, BT: 
     tl.store(MEANS + 2 * sequence + 1, tl.sum(weighing, 0) / length)
 
 
-@triton.jit(do_not_specialize=["N", "B", "steps"])
+@triton.jit(do_not_specialize=["N", "B", "span"])
 def policy_loss(
-    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, NORM, GRAD, GRAD_ENT, PART, scale, N, B, steps,
-    OBJ: tl.constexpr, BT: tl.constexpr,
+    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, NORM, GRAD, GRAD_ENT, PART, scale, N, B, span,
+    OBJ: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's row of partial `STATS`.
+    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's column of partial `STATS`.
 
     OBJ: the `Objective`. scale: 1 / norm, if NORM is None.
     """
     block = tl.program_id(0)
     token = block * BT + tl.arange(0, BT)
+    unmasked, logp, beh, prox, ref, ent = _load(token, token < N, LOGP, BEH, MASK, PROX, REF, ENT)
+    if NORM is not None:
+        norm = tl.load(NORM)
+        scale = tl.where(norm > 0.0, 1.0 / tl.where(norm > 0.0, norm, 1.0), 0.0)
     end = tl.minimum(tl.load(CU + B), N)
-    inside = (token < end) & (token >= tl.load(CU))
-    # The last sequence that begins at or before the token; empty ones are passed over.
-    low = tl.full((BT,), 0, tl.int32)
-    high = tl.full((BT,), 0, tl.int32) + B
-    for _ in range(steps):
-        middle = (low + high) // 2
-        begun = tl.load(CU + middle, mask=inside, other=0) <= token
-        high = tl.where(begun, high, middle)
-        low = tl.where(begun, middle, low)
-    sequence = low
-    unmasked, live, logp, beh, adv, prox, ref, ent, weight = _load_live(
-        token, inside, sequence, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT
+    unmasked = unmasked & (token < end) & (token >= tl.load(CU))
+    sequence = _sequences(token, block * BT, tl.minimum((block + 1) * BT, end), CU, B, span, WAYS)
+    live, logp, beh, prox, ref, ent, adv, weight = _live(
+        unmasked, sequence, logp, beh, prox, ref, ent, ADV, WEIGHT
     )
     one = tl.where(live, 1.0, 0.0)
     never = one > 2.0
@@ -172,9 +198,6 @@ def policy_loss(
             kl_slope = 1.0 - tl.exp(d)
         per_token += OBJ.kl_coefficient * kl
         grad += OBJ.kl_coefficient * tl.where(tl.abs(ref - logp) <= REACH, kl_slope, 0.0)
-    if NORM is not None:
-        norm = tl.load(NORM)
-        scale = tl.where(norm > 0.0, 1.0 / tl.where(norm > 0.0, norm, 1.0), 0.0)
     if ENT is not None:
         per_token += -OBJ.entropy_coefficient * ent
         tl.store(GRAD_ENT + token, -OBJ.entropy_coefficient * weight * scale, mask=token < N)
@@ -182,49 +205,50 @@ def policy_loss(
 
     drift = _clamped(logp - beh)
     ratio = tl.exp(drift)
-    out = PART + block * COLUMNS
-    tl.store(out + 0, tl.sum(per_token * weight, 0) * scale)
-    tl.store(out + 1, tl.sum(one, 0))
-    tl.store(out + 2, tl.sum(tl.where(unmasked, 1.0, 0.0), 0) - tl.sum(one, 0))
-    tl.store(out + 3, tl.sum(one * ratio, 0))
-    tl.store(out + 4, tl.sum(one * ratio * ratio, 0))
-    tl.store(out + 5, tl.sum(tl.where(live & is_low, 1.0, 0.0), 0))
-    tl.store(out + 6, tl.sum(tl.where(live & is_high, 1.0, 0.0), 0))
-    tl.store(out + 7, tl.sum(tl.where(live & is_dual, 1.0, 0.0), 0))
-    tl.store(out + 8, tl.sum(tl.where(live & is_corrected, 1.0, 0.0), 0))
-    tl.store(out + 9, tl.sum(correction, 0))
-    tl.store(out + 10, tl.sum(-drift * one, 0))
-    tl.store(out + 11, tl.sum((ratio - 1.0 - drift) * one, 0))
-    tl.store(out + 12, tl.sum(kl * one, 0))
+    out = PART + block
+    blocks = tl.num_programs(0)
+    tl.store(out, tl.sum(per_token * weight, 0) * scale)
+    tl.store(out + blocks, _count(live))
+    tl.store(out + 2 * blocks, _count(unmasked & ~live))
+    tl.store(out + 3 * blocks, tl.sum(one * ratio, 0))
+    tl.store(out + 4 * blocks, tl.sum(one * ratio * ratio, 0))
+    tl.store(out + 5 * blocks, _count(live & is_low))
+    tl.store(out + 6 * blocks, _count(live & is_high))
+    tl.store(out + 7 * blocks, _count(live & is_dual))
+    tl.store(out + 8 * blocks, _count(live & is_corrected))
+    tl.store(out + 9 * blocks, tl.sum(correction, 0))
+    tl.store(out + 10 * blocks, tl.sum(-drift * one, 0))
+    tl.store(out + 11 * blocks, tl.sum((ratio - 1.0 - drift) * one, 0))
+    tl.store(out + 12 * blocks, tl.sum(kl * one, 0))
     if ENT is not None:
-        tl.store(out + 13, tl.sum(ent, 0))
+        tl.store(out + 13 * blocks, tl.sum(ent, 0))
     else:
-        tl.store(out + 13, 0.0)
-    tl.store(out + 14, tl.max(tl.where(live, ratio, 0.0), 0))
-    tl.store(out + 15, tl.min(tl.where(live, ratio, float("inf")), 0))
+        tl.store(out + 13 * blocks, 0.0)
+    tl.store(out + 14 * blocks, tl.max(tl.where(live, ratio, 0.0), 0))
+    tl.store(out + 15 * blocks, tl.min(tl.where(live, ratio, float("inf")), 0))
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])
-def add_blocks(PART, LOSS, BLOCKS, BB: tl.constexpr):
-    """Partial rows to one behind them, in order; one program a statistic."""
-    column = tl.program_id(0)
+def add_blocks(PART, TOTALS, LOSS, BLOCKS, BB: tl.constexpr):
+    """One row of partial sums, in order; one program a statistic."""
+    row = tl.program_id(0)
     total = tl.full((BB,), 0.0, tl.float32)
     largest = tl.full((BB,), 0.0, tl.float32)
     smallest = tl.full((BB,), float("inf"), tl.float32)
     for first in range(0, BLOCKS, BB):
         block = first + tl.arange(0, BB)
-        value = tl.load(PART + block * COLUMNS + column, mask=block < BLOCKS, other=0.0)
+        value = tl.load(PART + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
         total += value
         largest = tl.maximum(largest, value)
         smallest = tl.minimum(smallest, tl.where(block < BLOCKS, value, float("inf")))
     result = tl.sum(total, 0)
-    if column == COLUMNS - 2:
+    if row == ROWS - 2:
         result = tl.max(largest, 0)
-    if column == COLUMNS - 1:
+    if row == ROWS - 1:
         result = tl.min(smallest, 0)
         result = tl.where(result < float("inf"), result, 0.0)
-    tl.store(PART + BLOCKS * COLUMNS + column, result)
-    if column == 0:
+    tl.store(TOTALS + row, result)
+    if row == 0:
         tl.store(LOSS, result)
 
 

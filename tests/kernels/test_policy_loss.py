@@ -12,9 +12,11 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bucketrl.kernels.policy import STATS, Objective, packed_policy_loss
+from bucketrl.kernels.policy import STATS, Objective, packed_policy_grad, packed_policy_loss
 from bucketrl.kernels.policy_terms import MAX_LOG_RATIO
 
 N = 23
@@ -78,9 +80,28 @@ def run(inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace |
             tuple(given.get(name) for name in ("mask_N", "proximal_N", "reference_N", "weights_B")),
             objective,
         )
-    (loss * 3.0).backward()
+    (loss * 4.0).backward()
     found = [loss.detach(), stats, given["logprobs_N"].grad]
     return found if entropy is None else [*found, entropy.grad]
+
+
+def run_direct(
+    inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace | None = None
+) -> list[Tensor]:
+    """What `run` gives, without autograd, and with gradients of the loss itself."""
+    if kernels is None:
+        loss, grad, entropy_grad, stats = packed_policy_grad(**inputs, objective=objective)
+    else:
+        loss, grad, entropy_grad, stats = kernels.policy.packed_policy_grad(
+            inputs["logprobs_N"],
+            inputs.get("entropy_N"),
+            (inputs["behaviour_N"], inputs["advantages_B"], inputs["cu_seqlens"], inputs["norm"]),
+            tuple(inputs.get(name) for name in ("mask_N", "proximal_N", "reference_N", "weights_B")),
+            objective,
+        )
+    assert (entropy_grad is None) == (inputs.get("entropy_N") is None)
+    found = [loss, stats, grad]
+    return found if entropy_grad is None else [*found, entropy_grad]
 
 
 def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +109,17 @@ def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
     }
+
+
+def agree(
+    inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace | None = None
+) -> list[Tensor]:
+    """`run` after the form without autograd was found to give the same bits, nothing of it with a gradient."""
+    found, direct = run(inputs, objective, kernels), run_direct(inputs, objective, kernels)
+    assert not any(tensor.requires_grad for tensor in direct)
+    for one, two, factor in zip(found, direct, (1.0, 1.0, 4.0, 4.0), strict=False):
+        assert one is None or torch.equal(one, two * factor)
+    return found
 
 
 def check(inputs: dict[str, Any], objective: Objective, kernels: SimpleNamespace) -> list[Tensor]:
@@ -105,6 +137,7 @@ class TestKernel:
     ) -> None:
         """Over several blocks. And 27: an empty sequence, and padding that holds NaN."""
         monkeypatch.setattr(triton_kernels.policy, "BLOCK", 8)
+        monkeypatch.setattr(triton_kernels.policy, "WAYS", 2)
         inputs = batch()
         for name in ("logprobs_N", "behaviour_N", "reference_N"):
             inputs[name][CU[-1] :] = torch.nan
@@ -124,7 +157,8 @@ class TestKernel:
             inputs["behaviour_N"][place] = -poison
         live = inputs["mask_N"][: CU[-1]].nonzero()[:, 0]
         inputs["behaviour_N"][live[0]], inputs["logprobs_N"][live[-1]] = torch.nan, -torch.inf
-        found = check(inputs, objective, triton_kernels)
+        check(inputs, objective, triton_kernels)
+        found = agree(inputs, objective, triton_kernels)
         assert all(bool(tensor.isfinite().all()) for tensor in found)
         assert float(found[1][STATS.index("dropped")]) == 2.0
         assert bool((found[2][~inputs["mask_N"]] == 0).all())
@@ -189,9 +223,43 @@ def test_the_definition_is_the_formulas(objective: Objective, seed: int) -> None
     loss, _, grad, entropy_grad = run(inputs, objective)
     want, want_grads = by_hand(inputs, objective)
     assert float(loss) == pytest.approx(want, abs=1e-12)
-    assert (grad / 3.0).tolist() == pytest.approx(want_grads, abs=1e-12)
+    assert (grad / 4.0).tolist() == pytest.approx(want_grads, abs=1e-12)
     weights_N = torch.tensor([1.0] * 4 + [0.5] * 11 + [0.25] * 6 + [0.0] * 2) * inputs["mask_N"]
-    torch.testing.assert_close(entropy_grad, -3 * objective.entropy_coefficient * weights_N.double() / 11)
+    torch.testing.assert_close(entropy_grad, -4 * objective.entropy_coefficient * weights_N.double() / 11)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_the_gradient_without_autograd_is_the_same_bits(objective: Objective) -> None:
+    """Also of leaves of a graph, inside `no_grad`, and without optional inputs."""
+    inputs = in_float64(batch())
+    agree(inputs, objective)
+    agree({name: inputs[name] for name in list(inputs)[:5]}, objective)
+    want = run_direct(inputs, objective)
+    in_a_graph = inputs | {
+        name: inputs[name].clone().requires_grad_() for name in ("logprobs_N", "entropy_N")
+    }
+    with torch.no_grad():
+        assert all(map(torch.equal, run_direct(in_a_graph, objective), want))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 9), st.integers(0, 5), st.booleans())
+def test_each_token_has_the_advantage_of_its_sequence(
+    triton_kernels: SimpleNamespace, lengths: list[int], before: int, padding: int, narrow: bool
+) -> None:
+    """Sequences that are empty, that begin or end with a block, tokens before the first and after the last."""
+    cu = torch.tensor([before, *lengths]).cumsum(0)
+    count = int(cu[-1]) + padding
+    advantages, behaviour = torch.arange(1.0, len(lengths) + 1), torch.zeros(count)
+    want = [0.0] * before + [-float(a) for a, n in zip(advantages, lengths, strict=True) for _ in range(n)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels.policy, "BLOCK", 8)
+        patch.setattr(triton_kernels.policy, "WAYS", 4)
+        grad = triton_kernels.policy.packed_policy_grad(
+            behaviour, None, (behaviour, advantages, cu.int() if narrow else cu, 1.0), (None,) * 4,
+            Objective(surrogate="reinforce"),
+        )[1]  # fmt: skip
+    assert grad.tolist() == want + [0.0] * padding
 
 
 def test_11_a_small_importance_weight_scales_the_gradient() -> None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bucketrl.bucket.algorithm_config import PRESETS
 from bucketrl.bucket.config import AlgorithmConfig
-from bucketrl.learner.objective import Denominators, Samples, policy_loss, proximal_logprobs
+from bucketrl.learner.objective import Denominators, Samples, loss_and_gradients, proximal_logprobs
 
 MAX_TOKENS = 7
 
@@ -168,12 +168,11 @@ def computed(
         )
         logprobs, entropy = column["logprob"].requires_grad_(), column["entropy"].requires_grad_()
         proximal = proximal_logprobs(algorithm, logprobs, samples)
-        loss = policy_loss(algorithm, logprobs, entropy, proximal, samples, denominators)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss, grad, slopes = loss_and_gradients(algorithm, logprobs, entropy, proximal, samples, denominators)
+        assert (slopes is None) == (algorithm.entropy_coefficient == 0)
+        slopes = torch.zeros(len(flat)) if slopes is None else slopes
         total += loss.item()
-        assert logprobs.grad is not None
-        slopes = entropy.grad if entropy.grad is not None else torch.zeros(len(flat))
-        for (index, _), one, two in zip(flat, logprobs.grad.tolist(), slopes.tolist(), strict=True):
+        for (index, _), one, two in zip(flat, grad.tolist(), slopes.tolist(), strict=True):
             by_logprob.setdefault(index, []).append(one)
             by_entropy.setdefault(index, []).append(two)
     order = range(len(batch))
@@ -244,7 +243,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     batch = [(1.0, [Token(-0.9, 1.0, -1.0, -1.0, -1.3, 1), Token(-0.4, 1.0, -0.5, -0.5, -0.1, 1)]),
              (-0.5, [Token(-2.0, 1.0, -1.95, -2.0, -2.0, 1)])]  # fmt: skip
 
-    def loss(logprobs: torch.Tensor) -> torch.Tensor:
+    def computed_at(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat = [t for _, members in batch for t in members]
         samples = Samples(
             behaviour_logprobs=torch.tensor([t.behaviour for t in flat], dtype=torch.float64),
@@ -253,10 +252,13 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
             cu_seqlens=torch.tensor([0, 2, 3]),
             reference_logprobs=torch.tensor([t.reference for t in flat], dtype=torch.float64),
         )
-        return policy_loss(algorithm, logprobs, torch.zeros(3), None, samples, Denominators(3, 2, MAX_TOKENS))
+        denominators = Denominators(3, 2, MAX_TOKENS)
+        return loss_and_gradients(algorithm, logprobs, torch.zeros(3), None, samples, denominators)[:2]
 
     at = torch.tensor([t.logprob for _, members in batch for t in members], dtype=torch.float64)
-    assert torch.autograd.gradcheck(loss, at.requires_grad_())
+    steps = torch.eye(3, dtype=torch.float64) * 1e-6
+    want = [(computed_at(at + step)[0] - computed_at(at - step)[0]).item() / 2e-6 for step in steps]
+    assert computed_at(at)[1].tolist() == pytest.approx(want, rel=1e-6, abs=1e-8)
 
 
 def test_what_is_masked_has_no_gradient_and_stays_in_the_denominator() -> None:
