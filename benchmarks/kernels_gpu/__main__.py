@@ -1,7 +1,7 @@
 """python -m benchmarks.kernels_gpu: on one NVIDIA GPU, some 5 minutes. `--quick`: fewer rounds, nothing recorded.
 
-`--tune`: instead, our own ways to cut the output head's work, side by side. Peers that are not installed are left
-out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl, peft, transformers.
+`--tune`: instead, our own ways to cut the work of the output head and of K3, side by side. Peers that are not
+installed are left out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl, peft, transformers.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_gpu import correctness, head, linears, policy, rope
+from benchmarks.kernels_gpu import correctness, head, linears, linears_tune, policy, rope
 from benchmarks.kernels_gpu.linears_peers import SHAPES
 from benchmarks.kernels_gpu.peers import PEERS, Peer
 from benchmarks.kernels_gpu.timing import gemm_tflops
@@ -36,6 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     rounds = 5 if arguments.quick else 15
     before = gemm_tflops()
     if arguments.tune:
+        linears_tune.measure(rounds)
         for size in SIZES:
             head.parts(size, rounds)
             head.measure(size, rounds, {name: head.planned(plan) for name, plan in head.PLANS.items()})
@@ -64,10 +65,11 @@ def main(arguments: argparse.Namespace) -> int:
             notes="Medians of rounds in which all took turns; 32768 rows, vocabulary 151936, bfloat16, forward and "
             "backward with a frozen head. k1_vs_…: their time over ours, at H 2048. k1_floor_…: 4·N·H·V FLOPs at "
             "790 TFLOP/s over our time. k1_rms: of log-probabilities against float64, the worst of three regimes. "
-            "k2_vs_…: as called; …_graph: both replayed as CUDA graphs, so that the host costs nothing. k3: the "
-            "linears of one Qwen3 layer with norms and SwiGLU, rank 16; k3_floor_…: the base's bare GEMMs over our "
-            "time, k3_vs_peft_…: the faster of PEFT's two. k4_floor_…: bytes at 4.3 TB/s. Their errors: relative "
-            "to float64, the worst tensor.",
+            "k2: loss and gradient, ours by packed_policy_grad as the learner calls it, peers and k2_autograd_us "
+            "by forward and backward; k2_vs_…: as called; …_graph: one of ten calls in a CUDA graph, so that the "
+            "host costs nothing. k3: the linears of one Qwen3 layer with norms and SwiGLU, rank 16; k3_floor_…: "
+            "the base's bare GEMMs over our time, k3_vs_peft_…: the faster of PEFT's two. k4_floor_…: bytes at "
+            "4.3 TB/s. Their errors: relative to float64, the worst tensor.",
             folder=Path(__file__).parents[1] / "results",
         )
         print(f"record: {path}")
@@ -104,6 +106,8 @@ def _head(peers: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
 def _policy(rounds: int) -> dict[str, Any]:
     found = policy.measure(rounds * 10)
     figures = {f"k2_{mode}us": found[f"ours{name}"] for name, mode in MODES.items() if f"ours{name}" in found}
+    if "ours" + policy.BY_AUTOGRAD in found:
+        figures["k2_autograd_us"] = found["ours" + policy.BY_AUTOGRAD]
     for name, mode in MODES.items():
         for peer, key in {"torch eager": "k2_vs_eager", "torch.compile": "k2_vs_compile"}.items():
             if peer + name in found and f"ours{name}" in found:

@@ -4,10 +4,11 @@
     backward   [d | ds] = dout · [W | scaling·B], one GEMM      d + ds·A in the kernel that goes on to dx
                dA = dsᵀ·n      dB = scaling · doutᵀ·s
 
-Kept for the backward pass: the input and s, and of the norm a factor a row: n is formed anew where dA reads it,
-h = silu(gate) · up where its gradient is. dA and dB are products over all tokens with few columns: kernels of
-ours, that sum parts of the tokens in float32 and add the parts in a fixed order. The same GPU gives the same bits
-every time, each operand is read once, and nothing depends on whether cuBLAS splits such a sum.
+Kept for the backward pass: the input and s, and of the norm a factor a row, which dA puts into ds to read the input
+in n's place; h = silu(gate) · up is formed anew where its gradient is. dA and dB are products over all tokens with
+few columns: kernels of ours, that sum parts of the tokens in float32 and add the parts in a fixed order. The same
+GPU gives the same bits every time, each operand is read once, and nothing depends on whether cuBLAS splits such a
+sum.
 
 Shape suffixes: T tokens, H size of the input, N of the output, R ranks, padded, K = H + R,
 I size of the MLP's middle, RP the power of two that holds the ranks in use.
@@ -26,11 +27,11 @@ from bucketrl.kernels import lora_triton as kernels
 from bucketrl.kernels.lora_reference import LoraLinears
 
 TILES: dict[str, dict[str, int]] = {
-    "augment": {"BT": 32, "BH": 128, "num_warps": 4, "num_stages": 3},
-    "swiglu_augment": {"BT": 64, "BH": 64, "num_warps": 4, "num_stages": 3},
-    "add_low_rank": {"BT": 64, "BH": 128, "num_warps": 4},
-    "rmsnorm_backward": {"BT": 32, "BH": 128, "num_warps": 8, "num_stages": 3},
-    "swiglu_backward": {"BT": 32, "BH": 64, "num_warps": 4, "num_stages": 3},
+    "augment": {"BT": 32, "BH": 128, "num_warps": 8, "num_stages": 1},
+    "swiglu_augment": {"BT": 32, "BH": 128, "num_warps": 8, "num_stages": 1},
+    "add_low_rank": {"BT": 32, "BH": 128, "num_warps": 4, "num_stages": 1},
+    "rmsnorm_backward": {"BT": 32, "BH": 64, "num_warps": 4, "num_stages": 1},
+    "swiglu_backward": {"BT": 16, "BH": 64, "num_warps": 4, "num_stages": 1},
     "tall_product": {"BT": 64, "BH": 128, "num_warps": 8, "num_stages": 3},
 }
 """How the work of each kernel is cut: rows and columns of a tile. Results differ by rounding only."""
@@ -90,8 +91,8 @@ class _LoraLinear(torch.autograd.Function):
             kernels.add_low_rank[grid](
                 d_TK, down_RH, grad_x_TH, count, size, len(down_RH), d_TK.stride(0), **_ranks(ctx.linears), **tile
             )  # fmt: skip
-        a_HR = _tall_product(x_TH, d_TK[:, size : size + ctx.linears.ranks])
-        return grad_x_TH, residual_TN, None, *_master_gradients(ctx.linears, grad_TN, s_TR, a_HR)
+        a_RH = _tall_product(x_TH, d_TK[:, size : size + ctx.linears.ranks])
+        return grad_x_TH, residual_TN, None, *_master_gradients(ctx.linears, grad_TN, s_TR, a_RH)
 
 
 class _RmsNormLoraLinear(torch.autograd.Function):
@@ -120,8 +121,8 @@ class _RmsNormLoraLinear(torch.autograd.Function):
             )  # fmt: skip
         if s_TR is None:
             return grad_x_TH, None, None, None, *_no_master(ctx)
-        a_HR = _tall_product(x_TH, d_TK[:, size : size + ctx.linears.ranks], norm_weight_H, rstd_T)
-        return grad_x_TH, None, None, None, *_master_gradients(ctx.linears, grad_TN, s_TR, a_HR)
+        a_RH = _tall_product(x_TH, d_TK[:, size : size + ctx.linears.ranks], norm_weight_H, rstd_T)
+        return grad_x_TH, None, None, None, *_master_gradients(ctx.linears, grad_TN, s_TR, a_RH)
 
 
 class _SwigluLoraLinear(torch.autograd.Function):
@@ -150,7 +151,7 @@ class _SwigluLoraLinear(torch.autograd.Function):
         grad_gate_up_T2I = gate_up_T2I.new_empty(gate_up_T2I.shape)
         blocks = triton.cdiv(size, tile["BH"])
         parts, tokens = _parts(count, blocks, ranks["RP"], grad_TN.device)
-        sums = d_TK.new_empty(parts if s_TR is not None else 0, size, ranks["RP"], dtype=torch.float32)
+        sums = d_TK.new_empty(parts if s_TR is not None else 0, ranks["RP"], size, dtype=torch.float32)
         kernels.swiglu_backward[(blocks, parts)](
             d_TK, gate_up_T2I, down_RH, grad_gate_up_T2I, sums, count, size, len(down_RH), tokens,
             d_TK.stride(0), gate_up_T2I.stride(0), ADAPTER=s_TR is not None, **ranks, **tile,
@@ -212,7 +213,7 @@ def _parts(count: int, blocks: int, padded: int, device: torch.device) -> tuple[
     A part's sums, `padded` columns of float32, stay small beside the bfloat16 that it reads.
     """
     wanted = triton.cdiv(PROGRAMS * _multiprocessors(device), blocks)
-    tokens = max(triton.cdiv(count, wanted), 16 * padded)
+    tokens = max(triton.cdiv(count, wanted), 32 * padded)
     tokens = triton.cdiv(tokens, 64) * 64
     return max(1, triton.cdiv(count, tokens)), tokens
 
@@ -225,25 +226,25 @@ def _multiprocessors(device: torch.device) -> int:
 def _tall_product(
     p_TH: Tensor, q_TR: Tensor, norm_weight_H: Tensor | None = None, rstd_T: Tensor | None = None
 ) -> Tensor:
-    """pᵀ·q in float32, of p · rstd · norm weight if they are given."""
+    """qᵀ·p in float32, of p · rstd · norm weight if they are given."""
     (count, columns), ranks, tile = p_TH.shape, q_TR.shape[1], TILES["tall_product"]
     padded = max(16, triton.next_power_of_2(ranks))
     blocks = triton.cdiv(columns, tile["BH"])
     parts, tokens = _parts(count, blocks, padded, p_TH.device)
-    sums = p_TH.new_empty(parts, columns, padded, dtype=torch.float32)
+    sums = p_TH.new_empty(parts, padded, columns, dtype=torch.float32)
     kernels.tall_product[(blocks, parts)](
         p_TH, q_TR, rstd_T, norm_weight_H, sums, count, columns, ranks, tokens, p_TH.stride(0), q_TR.stride(0),
         NORM=rstd_T is not None, RP=padded, DOT=tl.bfloat16 if p_TH.is_cuda else tl.float32, **tile,
     )  # fmt: skip
-    return sums.sum(dim=0)[:, :ranks]
+    return sums.sum(dim=0)[:ranks]
 
 
-def _master_gradients(linears: LoraLinears, grad_TN: Tensor, s_TR: Tensor, a_HR: Tensor) -> list[Tensor]:
-    """Of (A_1, B_1, A_2, B_2, …), where `a_HR` holds the Aᵀ's side by side."""
+def _master_gradients(linears: LoraLinears, grad_TN: Tensor, s_TR: Tensor, a_RH: Tensor) -> list[Tensor]:
+    """Of (A_1, B_1, A_2, B_2, …), where `a_RH` holds the A's one below the other."""
     grads = []
     for layer, (rows, ranks) in zip(linears.layers, linears.parts, strict=True):
         b = _tall_product(grad_TN[:, rows], s_TR[:, ranks])
-        grads += [a_HR[:, ranks].T, b * layer.scaling]
+        grads += [a_RH[ranks], b.T * layer.scaling]
     return grads
 
 

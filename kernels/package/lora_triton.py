@@ -5,6 +5,9 @@ gives [d | ds], so what reads the gradient d of n adds ds·A in registers. Row o
 
 Shape suffixes: T tokens, H size of the input, R ranks, padded, K = H + R. RP is the power of two, 16 or
 more, that holds the ranks in use; DOT the type that products of tiles are formed in; BT rows and BH columns a tile.
+
+All is limited by the memory. So loops load the next tile before they work on this one, by hand: Triton does it only
+for what goes straight into `tl.dot`. A loop that does nothing but read is unrolled instead.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -14,16 +17,36 @@ import triton.language as tl
 
 
 @triton.jit
+def _tile(P, row, column, stride, rows, columns):
+    """P[row, column], 0 beyond `rows` and `columns`."""
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    return tl.load(P + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(OUT, values, row, column, stride, rows, columns):
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    tl.store(OUT + row[:, None] * stride + column[None, :], values.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _low_rank(ds, a, DOT: tl.constexpr):
+    """ds·A. The added axis holds the compiler back from doing all that follows in the tensor cores' layout.
+
+    That would move each tile that meets the product through shared memory instead of the product alone.
+    """
+    product = tl.dot(ds.to(DOT), a.to(DOT), input_precision="ieee")
+    return tl.reshape(product[:, :, None], product.shape)
+
+
+@triton.jit
 def _store_image(acc, OUT, S, row, T, H, R, so, RP: tl.constexpr):
     """s, behind n for the GEMM, with zeros up to the padding, and by itself for the backward pass."""
     rank = tl.arange(0, RP)
-    image = acc.to(OUT.dtype.element_ty)
-    own = (row[:, None] < T) & (rank[None, :] < R)
-    tl.store(OUT + row[:, None] * so + H + rank[None, :], image, mask=own)
-    tl.store(S + row[:, None] * R + rank[None, :], image, mask=own)
+    _store(OUT + H, acc, row, rank, so, T, R)
+    _store(S, acc, row, rank, R, T, R)
     for first in range(RP, R, RP):
-        own = (row[:, None] < T) & (first + rank[None, :] < R)
-        tl.store(OUT + row[:, None] * so + H + first + rank[None, :], tl.zeros_like(image), mask=own)
+        _store(OUT + H, tl.zeros_like(acc), row, first + rank, so, T, R)
 
 
 @triton.jit
@@ -32,35 +55,36 @@ def augment(
     NORM: tl.constexpr, ADAPTER: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """OUT = [n | n·Aᵀ], with n = x or x / rms(x) · w. The second look at x is mostly the cache's."""
+    """OUT = [n | n·Aᵀ], with n = x or x / rms(x) · w.
+
+    The first look at x goes from right to left: what the second, from left to right, needs first was read last.
+    """
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    rank = tl.arange(0, RP)
+    rank, columns = tl.arange(0, RP), tl.arange(0, BH)
     rstd = tl.full((BT,), 1.0, tl.float32)
     if NORM:
         squares = tl.full((BT, BH), 0.0, tl.float32)
-        for first in range(0, H, BH):
-            h = first + tl.arange(0, BH)
-            mask = (row[:, None] < T) & (h[None, :] < H)
-            x = tl.load(
-                X + row[:, None] * sx + h[None, :], mask=mask, other=0.0, eviction_policy="evict_last"
-            )
-            x = x.to(tl.float32)
+        last = (tl.cdiv(H, BH) - 1) * BH
+        for first in tl.range(0, H, BH, loop_unroll_factor=4):
+            x = _tile(X, row, last - first + columns, sx, T, H).to(tl.float32)
             squares += x * x
         rstd = 1.0 / tl.sqrt(tl.sum(squares, 1) / H + eps)
         tl.store(RSTD + row, rstd, mask=row < T)
     acc = tl.full((BT, RP), 0.0, tl.float32)
+    n = _tile(X, row, columns, sx, T, H)
+    if ADAPTER:
+        a = _tile(A, rank, columns, H, R, H)
     for first in range(0, H, BH):
-        h = first + tl.arange(0, BH)
-        mask = (row[:, None] < T) & (h[None, :] < H)
-        n = tl.load(X + row[:, None] * sx + h[None, :], mask=mask, other=0.0)
+        h = first + columns
+        next_x = _tile(X, row, h + BH, sx, T, H)
         if NORM:
             n = _normed(n, rstd, tl.load(W + h, mask=h < H, other=0.0))
-        tl.store(OUT + row[:, None] * so + h[None, :], n, mask=mask)
+        _store(OUT, n, row, h, so, T, H)
         if ADAPTER:
-            a = tl.load(
-                A + rank[None, :] * H + h[:, None], mask=(rank[None, :] < R) & (h[:, None] < H), other=0.0
-            )
-            acc = tl.dot(n.to(DOT), a.to(DOT), acc, input_precision="ieee")
+            next_a = _tile(A, rank, h + BH, H, R, H)
+            acc = tl.dot(n.to(DOT), tl.trans(a.to(DOT)), acc, input_precision="ieee")
+            a = next_a
+        n = next_x
     if ADAPTER:
         _store_image(acc, OUT, S, row, T, H, R, so, RP)
 
@@ -79,20 +103,25 @@ def swiglu_augment(
 ):  # fmt: skip
     """OUT = [h | h·Aᵀ], with h = silu(gate) · up, rounded once."""
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    rank = tl.arange(0, RP)
+    rank, columns = tl.arange(0, RP), tl.arange(0, BH)
     acc = tl.full((BT, RP), 0.0, tl.float32)
+    gate = _tile(GU, row, columns, sgu, T, H)
+    up = _tile(GU + H, row, columns, sgu, T, H)
+    if ADAPTER:
+        a = _tile(A, rank, columns, H, R, H)
     for first in range(0, H, BH):
-        c = first + tl.arange(0, BH)
-        mask = (row[:, None] < T) & (c[None, :] < H)
-        gate = tl.load(GU + row[:, None] * sgu + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(GU + row[:, None] * sgu + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        h = (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty)
-        tl.store(OUT + row[:, None] * so + c[None, :], h, mask=mask)
+        c = first + columns
+        next_gate = _tile(GU, row, c + BH, sgu, T, H)
+        next_up = _tile(GU + H, row, c + BH, sgu, T, H)
+        gate = gate.to(tl.float32)
+        h = (gate * tl.sigmoid(gate) * up.to(tl.float32)).to(OUT.dtype.element_ty)
+        _store(OUT, h, row, c, so, T, H)
         if ADAPTER:
-            a = tl.load(
-                A + rank[None, :] * H + c[:, None], mask=(rank[None, :] < R) & (c[:, None] < H), other=0.0
-            )
-            acc = tl.dot(h.to(DOT), a.to(DOT), acc, input_precision="ieee")
+            next_a = _tile(A, rank, c + BH, H, R, H)
+            acc = tl.dot(h.to(DOT), tl.trans(a.to(DOT)), acc, input_precision="ieee")
+            a = next_a
+        gate = next_gate
+        up = next_up
     if ADAPTER:
         _store_image(acc, OUT, S, row, T, H, R, so, RP)
 
@@ -105,13 +134,9 @@ def add_low_rank(
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     rank = tl.arange(0, RP)
-    mask = (row[:, None] < T) & (h[None, :] < H)
-    ranks = (row[:, None] < T) & (rank[None, :] < R)
-    ds = tl.load(D + row[:, None] * sd + H + rank[None, :], mask=ranks, other=0.0)
-    a = tl.load(A + rank[:, None] * H + h[None, :], mask=(rank[:, None] < R) & (h[None, :] < H), other=0.0)
-    d = tl.load(D + row[:, None] * sd + h[None, :], mask=mask, other=0.0).to(tl.float32)
-    d = tl.dot(ds.to(DOT), a.to(DOT), d, input_precision="ieee")
-    tl.store(OUT + row[:, None] * H + h[None, :], d.to(OUT.dtype.element_ty), mask=mask)
+    d = _tile(D, row, h, sd, T, H).to(tl.float32)
+    d += _low_rank(_tile(D + H, row, rank, sd, T, R), _tile(A, rank, h, H, R, H), DOT)
+    _store(OUT, d, row, h, H, T, H)
 
 
 @triton.jit
@@ -121,39 +146,42 @@ def rmsnorm_backward(
 ):  # fmt: skip
     """OUT = rstd · (w dn - x̂ · mean(x̂ w dn)), with x̂ = x · rstd and dn = d + ds·A for D = [d | ds].
 
-    Of the mean, the part of ds·A is ds·s, so that A is needed in one of the two loops only.
+    Of the mean, the part of ds·A is ds·s, so that A is needed in one of the two loops only, which go over d and x
+    in opposite directions as in `augment`.
     """
     row = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
-    rank = tl.arange(0, RP)
+    rank, columns = tl.arange(0, RP), tl.arange(0, BH)
     rstd = tl.load(RSTD + row, mask=row < T, other=0.0)
     products = tl.full((BT, BH), 0.0, tl.float32)
-    for first in range(0, H, BH):
-        h = first + tl.arange(0, BH)
-        mask = (row[:, None] < T) & (h[None, :] < H)
-        d = tl.load(D + row[:, None] * sd + h[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
-        x = tl.load(X + row[:, None] * sx + h[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
-        w = tl.load(W + h, mask=h < H, other=0.0).to(tl.float32)
-        products += d.to(tl.float32) * x.to(tl.float32) * w[None, :]
+    last = (tl.cdiv(H, BH) - 1) * BH
+    for first in tl.range(0, H, BH, loop_unroll_factor=4):
+        h = last - first + columns
+        d = _tile(D, row, h, sd, T, H).to(tl.float32)
+        x = _tile(X, row, h, sx, T, H).to(tl.float32)
+        products += d * x * tl.load(W + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
     along = tl.sum(products, 1) * rstd
     if ADAPTER:
-        ranks = (row[:, None] < T) & (rank[None, :] < R)
-        ds = tl.load(D + row[:, None] * sd + H + rank[None, :], mask=ranks, other=0.0)
-        s = tl.load(S + row[:, None] * R + rank[None, :], mask=ranks, other=0.0)
+        ds = _tile(D + H, row, rank, sd, T, R)
+        s = _tile(S, row, rank, R, T, R)
         along += tl.sum(ds.to(tl.float32) * s.to(tl.float32), 1)
+        a = _tile(A, rank, columns, H, R, H)
     along = along * rstd / H
+    d = _tile(D, row, columns, sd, T, H)
+    x = _tile(X, row, columns, sx, T, H)
     for first in range(0, H, BH):
-        h = first + tl.arange(0, BH)
-        mask = (row[:, None] < T) & (h[None, :] < H)
-        d = tl.load(D + row[:, None] * sd + h[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(X + row[:, None] * sx + h[None, :], mask=mask, other=0.0).to(tl.float32)
+        h = first + columns
+        next_d = _tile(D, row, h + BH, sd, T, H)
+        next_x = _tile(X, row, h + BH, sx, T, H)
         w = tl.load(W + h, mask=h < H, other=0.0).to(tl.float32)
+        d = d.to(tl.float32)
         if ADAPTER:
-            a = tl.load(
-                A + rank[:, None] * H + h[None, :], mask=(rank[:, None] < R) & (h[None, :] < H), other=0.0
-            )
-            d = tl.dot(ds.to(DOT), a.to(DOT), d, input_precision="ieee")
-        dx = rstd[:, None] * (w[None, :] * d - x * along[:, None])
-        tl.store(OUT + row[:, None] * H + h[None, :], dx.to(OUT.dtype.element_ty), mask=mask)
+            next_a = _tile(A, rank, h + BH, H, R, H)
+            d += _low_rank(ds, a, DOT)
+            a = next_a
+        dx = rstd[:, None] * (w[None, :] * d - x.to(tl.float32) * along[:, None])
+        _store(OUT, dx, row, h, H, T, H)
+        d = next_d
+        x = next_x
 
 
 @triton.jit
@@ -161,7 +189,7 @@ def swiglu_backward(
     D, GU, A, OUT, PART, T, H, R, tokens, sd, sgu,
     ADAPTER: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """OUT = [dgate | dup] of dh = d + ds·A for D = [d | ds]; PART[split] = hᵀ·ds over the split's tokens.
+    """OUT = [dgate | dup] of dh = d + ds·A for D = [d | ds]; PART[split] = dsᵀ·h over the split's tokens.
 
     A program stays with its columns, so that its sums are in registers and h is never stored.
     """
@@ -169,33 +197,38 @@ def swiglu_backward(
     start = tl.program_id(1) * tokens
     stop = tl.minimum(start + tokens, T)
     rank = tl.arange(0, RP)
-    part = tl.full((BH, RP), 0.0, tl.float32)
+    part = tl.full((RP, BH), 0.0, tl.float32)
+    row = (start + tl.arange(0, BT)).to(tl.int64)
+    gate = _tile(GU, row, c, sgu, stop, H)
+    up = _tile(GU + H, row, c, sgu, stop, H)
+    d = _tile(D, row, c, sd, stop, H)
     if ADAPTER:
-        a = tl.load(
-            A + rank[:, None] * H + c[None, :], mask=(rank[:, None] < R) & (c[None, :] < H), other=0.0
-        )
+        a = _tile(A, rank, c, H, R, H)
+        ds = _tile(D + H, row, rank, sd, stop, R)
     for first in range(start, stop, BT):
         row = (first + tl.arange(0, BT)).to(tl.int64)
-        mask = (row[:, None] < stop) & (c[None, :] < H)
-        here = GU + row[:, None] * sgu + c[None, :]
-        gate = tl.load(here, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(here + H, mask=mask, other=0.0).to(tl.float32)
-        dh = tl.load(D + row[:, None] * sd + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        next_gate = _tile(GU, row + BT, c, sgu, stop, H)
+        next_up = _tile(GU + H, row + BT, c, sgu, stop, H)
+        next_d = _tile(D, row + BT, c, sd, stop, H)
+        gate = gate.to(tl.float32)
+        up = up.to(tl.float32)
+        dh = d.to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         if ADAPTER:
-            ranks = (row[:, None] < stop) & (rank[None, :] < R)
-            ds = tl.load(D + row[:, None] * sd + H + rank[None, :], mask=ranks, other=0.0)
-            dh = tl.dot(ds.to(DOT), a.to(DOT), dh, input_precision="ieee")
+            next_ds = _tile(D + H, row + BT, rank, sd, stop, R)
+            dh += _low_rank(ds, a, DOT)
             h = (silu * up).to(OUT.dtype.element_ty)
-            part = tl.dot(tl.trans(h.to(DOT)), ds.to(DOT), part, input_precision="ieee")
+            part = tl.dot(tl.trans(ds.to(DOT)), h.to(DOT), part, input_precision="ieee")
+            ds = next_ds
         dgate = dh * up * (sigmoid + silu * (1.0 - sigmoid))
-        out = OUT + row[:, None] * (2 * H) + c[None, :]
-        tl.store(out, dgate.to(OUT.dtype.element_ty), mask=mask)
-        tl.store(out + H, (dh * silu).to(OUT.dtype.element_ty), mask=mask)
+        _store(OUT, dgate, row, c, 2 * H, stop, H)
+        _store(OUT + H, dh * silu, row, c, 2 * H, stop, H)
+        gate = next_gate
+        up = next_up
+        d = next_d
     if ADAPTER:
-        place = tl.program_id(1).to(tl.int64) * H + c
-        tl.store(PART + place[:, None] * RP + rank[None, :], part, mask=c[:, None] < H)
+        _store(PART + tl.program_id(1).to(tl.int64) * RP * H, part, rank, c, H, RP, H)
 
 
 @triton.jit
@@ -203,23 +236,23 @@ def tall_product(
     P, Q, RSTD, W, PART, T, H, R, tokens, sp, sq,
     NORM: tl.constexpr, RP: tl.constexpr, DOT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """PART[split] = Pᵀ·Q, [H, R], over the split's tokens; of x / rms(x) · w for P = x if NORM."""
+    """PART[split] = Qᵀ·P over the split's tokens; of x / rms(x) · w for P = x if NORM.
+
+    Then a row's factor goes to Q and a column's to the sums: both are smaller than P, and P needs no rounding.
+    """
     c = tl.program_id(0) * BH + tl.arange(0, BH)
     start = tl.program_id(1) * tokens
     stop = tl.minimum(start + tokens, T)
     rank = tl.arange(0, RP)
-    part = tl.full((BH, RP), 0.0, tl.float32)
+    part = tl.full((RP, BH), 0.0, tl.float32)
     for first in range(start, stop, BT):
         row = (first + tl.arange(0, BT)).to(tl.int64)
-        p = tl.load(
-            P + row[:, None] * sp + c[None, :], mask=(row[:, None] < stop) & (c[None, :] < H), other=0.0
-        )
+        p = _tile(P, row, c, sp, stop, H)
+        q = _tile(Q, row, rank, sq, stop, R)
         if NORM:
             rstd = tl.load(RSTD + row, mask=row < stop, other=0.0)
-            p = _normed(p, rstd, tl.load(W + c, mask=c < H, other=0.0))
-        q = tl.load(
-            Q + row[:, None] * sq + rank[None, :], mask=(row[:, None] < stop) & (rank[None, :] < R), other=0.0
-        )
-        part = tl.dot(tl.trans(p.to(DOT)), q.to(DOT), part, input_precision="ieee")
-    place = tl.program_id(1).to(tl.int64) * H + c
-    tl.store(PART + place[:, None] * RP + rank[None, :], part, mask=c[:, None] < H)
+            q = (q.to(tl.float32) * rstd[:, None]).to(q.dtype)
+        part = tl.dot(tl.trans(q.to(DOT)), p.to(DOT), part, input_precision="ieee")
+    if NORM:
+        part *= tl.load(W + c, mask=c < H, other=0.0).to(tl.float32)[None, :]
+    _store(PART + tl.program_id(1).to(tl.int64) * RP * H, part, rank, c, H, RP, H)
