@@ -1,4 +1,4 @@
-"""Reading several objects at once, where a store has that for the requests of one."""
+"""Reading several objects at once, where a store has that for the requests, or the time, of few."""
 
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from bucketrl.bucket.store import Store
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """A store that downloads many objects for the requests of one."""
+    """A store that downloads many objects together."""
 
     def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
         """`Store.get_file` of each (key, path). Raises NotFound, with nothing written, if one is missing."""

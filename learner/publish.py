@@ -6,6 +6,7 @@ Nothing here is visible to a reader before the commit names it.
 import json
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bucketrl.bucket import artifacts, keys
@@ -42,30 +43,35 @@ class Publisher:
             self._base_logprobs = tuple(policy.score(self._probe))
 
     def publish(self, step: int, epoch: int) -> Published:
-        """Uploads everything. Raises StoreError."""
-        with tempfile.TemporaryDirectory(dir=self._staging, prefix="adapter-") as name:
-            save_adapter(Path(name), self._policy)
-            adapter = artifacts.publish(self._store, keys.policy(step, epoch), Path(name))
-        with tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as name:
+        """Uploads everything, the checkpoint beside the adapter. Raises StoreError."""
+        with (
+            tempfile.TemporaryDirectory(dir=self._staging, prefix="adapter-") as adapter_folder,
+            tempfile.TemporaryDirectory(dir=self._staging, prefix="checkpoint-") as checkpoint_folder,
+            ThreadPoolExecutor(1, "checkpoint") as beside,
+        ):
             checkpoint.save(
-                Path(name),
+                Path(checkpoint_folder),
                 self._policy,
                 self._optimizer,
                 run_id=self._run.run_id,
                 step=step,
                 data_parallel=self._data_parallel,
             )
-            state = artifacts.publish(self._store, keys.checkpoint(step, epoch), Path(name))
-        canary = Canary(
-            token_ids=self._probe,
-            logprobs=tuple(self._policy.score(self._probe)),
-            base_logprobs=self._base_logprobs,
-        )
-        return Published(
-            policy=PolicyRef(version=step, files=adapter),
-            checkpoint=CheckpointRef(step=step, files=state),
-            canary=canary,
-        )
+            state = beside.submit(
+                artifacts.publish, self._store, keys.checkpoint(step, epoch), Path(checkpoint_folder)
+            )
+            save_adapter(Path(adapter_folder), self._policy)
+            adapter = artifacts.publish(self._store, keys.policy(step, epoch), Path(adapter_folder))
+            canary = Canary(
+                token_ids=self._probe,
+                logprobs=tuple(self._policy.score(self._probe)),
+                base_logprobs=self._base_logprobs,
+            )
+            return Published(
+                policy=PolicyRef(version=step, files=adapter),
+                checkpoint=CheckpointRef(step=step, files=state.result()),
+                canary=canary,
+            )
 
     def restore(self, commit: StepRecord) -> None:
         """Brings policy and optimizer to the state after `commit`. Raises StoreError, IntegrityError."""

@@ -36,6 +36,8 @@ PART_BYTES = 8 << 20
 """Of a multipart upload; files of more than two parts are sent so."""
 MAX_PARTS = 10_000
 UPLOAD_THREADS = 4
+READ_THREADS = 8
+"""Of one `get_files`. Connections of one client: 10."""
 UPLOAD_ATTEMPTS = 3
 """Multipart uploads of one file, if they vanish before they are completed."""
 CONNECT_TIMEOUT_S = 10
@@ -113,6 +115,18 @@ class S3Store:
         with new_file(path):
             self._do("get", key, lambda: self._fs.get_file(self._path(key), str(path), max_concurrency=1))
             self.requests.moved(down=path.stat().st_size)
+
+    def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
+        """`get_file` of each, for the time of few. Raises NotFound, with nothing written, if one is missing."""
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            read = [pool.submit(self.get_file, key, path) for key, path in files]
+        failures = [error for future in read if (error := future.exception())]
+        if not failures:
+            return
+        for future, (_, path) in zip(read, files, strict=True):
+            if future.exception() is None:
+                path.unlink()
+        raise next((error for error in failures if not isinstance(error, NotFound)), failures[0])
 
     def size(self, key: str) -> int:
         return int(self._call("head_object", key)["ContentLength"])

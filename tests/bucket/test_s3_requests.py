@@ -1,5 +1,6 @@
 """How the S3 store asks: which requests, with which settings, and what it says if they are wrong."""
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from uuid import uuid4
@@ -11,7 +12,7 @@ from tests.support.s3 import S3Server, moto_server
 from bucketrl.bucket.errors import NotFound, StoreError, UserError
 from bucketrl.bucket.probe import probe
 from bucketrl.bucket.stores import open_store
-from bucketrl.bucket.stores.s3 import S3Store
+from bucketrl.bucket.stores.s3 import READ_THREADS, S3Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("s3_credentials")]
 
@@ -95,3 +96,30 @@ def test_one_read_is_one_request_also_when_it_misses(relayed: Relay) -> None:
     to.store.put("a", b"x")
     to.store.get("a")
     assert to.requests == ["GET", "PUT", "GET"]
+
+
+def test_objects_are_read_together(s3_server: S3Server, tmp_path: Path) -> None:
+    store = open_store(s3_server.url(uuid4().hex))
+    assert isinstance(store, S3Store)
+    files = [(f"trajectories/{number}", tmp_path / str(number)) for number in range(20)]
+    for key, _ in files:
+        store.put(key, key.encode())
+    store.get_files(files)
+    assert [path.read_text() for _, path in files] == [key for key, _ in files]
+
+
+def test_of_objects_read_together_all_or_none_are_written(s3_server: S3Server, tmp_path: Path) -> None:
+    store = open_store(s3_server.url(uuid4().hex))
+    assert isinstance(store, S3Store)
+    store.put("a", b"x")
+    store.put("c", b"x")
+    with pytest.raises(NotFound, match=r"b$"):
+        store.get_files([(key, tmp_path / key) for key in "abc"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_so_many_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    together = threading.Barrier(READ_THREADS, timeout=20)
+    store = S3Store("bucket", "run", endpoint_url="http://127.0.0.1:9")
+    monkeypatch.setattr(store, "get_file", lambda key, path: together.wait())
+    store.get_files([(str(number), tmp_path / str(number)) for number in range(2 * READ_THREADS)])
