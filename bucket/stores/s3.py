@@ -9,10 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar
 
 import s3fs
@@ -118,15 +121,33 @@ class S3Store:
 
     def get_files(self, files: Sequence[tuple[str, Path]]) -> None:
         """`get_file` of each, for the time of few. Raises NotFound, with nothing written, if one is missing."""
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            read = [pool.submit(self.get_file, key, path) for key, path in files]
-        failures = [error for future in read if (error := future.exception())]
-        if not failures:
-            return
-        for future, (_, path) in zip(read, files, strict=True):
-            if future.exception() is None:
+        left: SimpleQueue[tuple[str, Path]] = SimpleQueue()
+        for file in files:
+            left.put(file)
+        written: list[Path] = []
+        failures: list[Exception] = []
+
+        def read() -> None:
+            with suppress(Empty):
+                while True:
+                    key, path = left.get_nowait()
+                    try:
+                        self.get_file(key, path)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failures.append(error)
+                    else:
+                        written.append(path)
+
+        # Daemons: a process that has to go must not wait for a store that hangs, as it would for a pool's threads.
+        threads = [Thread(target=read, daemon=True) for _ in range(min(READ_THREADS, len(files)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            for path in written:
                 path.unlink()
-        raise next((error for error in failures if not isinstance(error, NotFound)), failures[0])
+            raise next((error for error in failures if not isinstance(error, NotFound)), failures[0])
 
     def size(self, key: str) -> int:
         return int(self._call("head_object", key)["ContentLength"])

@@ -121,5 +121,12 @@ def test_of_objects_read_together_all_or_none_are_written(s3_server: S3Server, t
 def test_so_many_are_read_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     together = threading.Barrier(READ_THREADS, timeout=20)
     store = S3Store("bucket", "run", endpoint_url="http://127.0.0.1:9")
-    monkeypatch.setattr(store, "get_file", lambda key, path: together.wait())
+    daemons = []
+
+    def get_file(key: str, path: Path) -> None:
+        together.wait()
+        daemons.append(threading.current_thread().daemon)
+
+    monkeypatch.setattr(store, "get_file", get_file)
     store.get_files([(str(number), tmp_path / str(number)) for number in range(2 * READ_THREADS)])
+    assert daemons == [True] * 2 * READ_THREADS  # none that an exit would wait for
