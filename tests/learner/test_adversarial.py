@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learner.worlds import make_config, sample_group, stock_model
+from tests.learner.worlds import make_config, untrained_groups
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -32,12 +32,7 @@ def never() -> bool:
 
 @pytest.fixture(scope="module")
 def groups(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryGroup]:
-    """Two groups of the untrained adapter."""
-    folder = tmp_path_factory.mktemp("adapter")
-    config = make_config()
-    save_adapter(folder, PolicyModel.load(model_folder, config, CPU))
-    stock = stock_model(model_folder, folder)
-    return [sample_group(stock, ordinal, config=config, version=0) for ordinal in range(2)]
+    return untrained_groups(model_folder, tmp_path_factory.mktemp("adapter"), 2)
 
 
 def learner(model_folder: Path, **algorithm: object) -> tuple[PolicyModel, Trainer]:

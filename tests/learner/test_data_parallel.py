@@ -22,8 +22,7 @@ from tests.learner.worlds import (
     make_config,
     make_run,
     put_group,
-    sample_group,
-    stock_model,
+    untrained_groups,
 )
 
 from bucketrl.bucket import keys
@@ -42,7 +41,6 @@ from bucketrl.learner.main import LearnerOptions, run_learner
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
 from bucketrl.learner.parts import Stopped
-from bucketrl.learner.publish import save_adapter
 from bucketrl.learner.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -68,11 +66,7 @@ def never() -> bool:
 
 @pytest.fixture(scope="module")
 def groups(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryGroup]:
-    folder = tmp_path_factory.mktemp("adapter")
-    config = make_config()
-    save_adapter(folder, PolicyModel.load(model_folder, config, CPU))
-    stock = stock_model(model_folder, folder)
-    return [sample_group(stock, ordinal, config=config, version=0) for ordinal in range(GROUPS)]
+    return untrained_groups(model_folder, tmp_path_factory.mktemp("adapter"), GROUPS)
 
 
 class Side:

@@ -15,6 +15,8 @@ from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.records import ModelIdentity, RunRecord
 from bucketrl.bucket.store import ObjectInfo, Store
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
+from bucketrl.learner.model import PolicyModel
+from bucketrl.learner.publish import save_adapter
 
 VOCAB = 64
 END = 1
@@ -90,6 +92,14 @@ def count_even(tokens: Sequence[int]) -> float:
 
 
 @torch.no_grad()
+def untrained_groups(model_folder: Path, folder: Path, count: int) -> list[TrajectoryGroup]:
+    """`count` groups of the adapter of version 0, which is written into the empty `folder`."""
+    config = make_config()
+    save_adapter(folder, PolicyModel.load(model_folder, config, torch.device("cpu")))
+    stock = stock_model(model_folder, folder)
+    return [sample_group(stock, ordinal, config=config, version=0) for ordinal in range(count)]
+
+
 def sample_group(
     model: Any,
     ordinal: int,
