@@ -48,7 +48,7 @@ CUTS: dict[str, list[tuple[int, int, int, int]]] = {
     ],
 }  # fmt: skip
 """BT, BH, num_warps, num_stages."""
-PROGRAMS = {"swiglu_backward": (8, 16, 64), "tall_product": (8, 16, 64)}
+PROGRAMS = {"swiglu_backward": (16, 32, 128), "tall_product": (16, 64)}
 """Tried in place of `lora_cuda.PROGRAMS` with the best cut, where tokens are cut into parts."""
 
 
@@ -89,7 +89,7 @@ def measure(rounds: int) -> None:
 
 
 def _kernel(name: str, step: Callable[[], object], rounds: int) -> None:
-    used = lora_cuda.TILES[name], lora_cuda.PROGRAMS
+    used = lora_cuda.TILES[name], lora_cuda.PROGRAMS.get(name, 0)
     found: dict[str, float] = {}
 
     def time(tile: Tile, programs: int) -> float:
@@ -147,7 +147,7 @@ def _launches(name: str, step: Callable[[], object], tile: Tile, programs: int) 
     with (
         patch.object(lora_triton, name, Recorder()),
         patch.dict(lora_cuda.TILES, {name: tile}),
-        patch.object(lora_cuda, "PROGRAMS", programs),
+        patch.dict(lora_cuda.PROGRAMS, {name: programs}),
     ):
         step()
     return launches
@@ -155,7 +155,8 @@ def _launches(name: str, step: Callable[[], object], tile: Tile, programs: int) 
 
 def _compile(step: Callable[[], object]) -> None:
     """All cuts at once; those of another shape are the same kernels."""
-    launches = {name: _launches(name, step, lora_cuda.TILES[name], lora_cuda.PROGRAMS) for name in CUTS}
+    used = {name: lora_cuda.PROGRAMS.get(name, 0) for name in CUTS}
+    launches = {name: _launches(name, step, lora_cuda.TILES[name], used[name]) for name in CUTS}
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for name, cuts in CUTS.items():
             for cut in cuts:

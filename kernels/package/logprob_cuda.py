@@ -15,7 +15,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bucketrl.kernels import logprob_triton as kernels
-from bucketrl.kernels.logprob_plan import Plan, plan_for
+from bucketrl.kernels.logprob_plan import Plan, is_hopper, plan_for
+
+CUT_OFF = 9.3e-10
+"""What a sum of H products on Hopper's tensor cores loses of itself, divided by H: they cut off and never round.
+
+Measured on an H200 with normal operands, cuBLAS' GEMM and ours alike: 8.9e-10 at H 2048, 9.4e-10 at 4096, 9.6e-10
+at 8192 (1.4e-9 where a few hidden dimensions are 30 times the others). All logits shrink but the target's, which is
+exact, and its log-probability is too high: by 2.5e-5 at H 4096 and a standard deviation of 2.5, made good 1.4e-6.
+"""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -120,6 +128,7 @@ class _Scratch:
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, plan: Plan, with_gradient: bool) -> None:
         self._weight_VH = weight_VH
         self._plan = plan
+        self._made_good = 1.0 + (CUT_OFF * hidden_NH.shape[1] if is_hopper(hidden_NH.device) else 0.0)
         count, vocabulary = hidden_NH.shape[0], weight_VH.shape[0]
         self._columns = plan.columns or vocabulary
         self.rows = max(1, min(count, 32768, plan.rows(vocabulary)))
@@ -154,7 +163,7 @@ class _Scratch:
             hidden_NH.stride(0), weight_VH.stride(0), **cap, BH=min(4096, triton.next_power_of_2(size)),
         )  # fmt: skip
         form = {"cublas": self._by_cublas, "triton": self._by_triton, "hopper": self._by_hopper}[plan.first]
-        form(hidden_NH, targets_N, inverse_N, target_N, exp_NV, cap | store)
+        form(hidden_NH, targets_N, inverse_N * self._made_good, target_N, exp_NV, cap | store)
         kernels.finish_rows[(count,)](
             targets_N, inverse_N, target_N, exp_NV, anchor, total, weighted, *results, scale_N, mean_N,
             vocabulary, self._tiles, self.rows, exp_NV.stride(0), **cap, **store,

@@ -27,16 +27,16 @@ from bucketrl.kernels import lora_triton as kernels
 from bucketrl.kernels.lora_reference import LoraLinears
 
 TILES: dict[str, dict[str, int]] = {
-    "augment": {"BT": 32, "BH": 128, "num_warps": 8, "num_stages": 1},
+    "augment": {"BT": 64, "BH": 128, "num_warps": 8, "num_stages": 1},
     "swiglu_augment": {"BT": 32, "BH": 128, "num_warps": 8, "num_stages": 1},
     "add_low_rank": {"BT": 32, "BH": 128, "num_warps": 4, "num_stages": 1},
     "rmsnorm_backward": {"BT": 32, "BH": 64, "num_warps": 4, "num_stages": 1},
     "swiglu_backward": {"BT": 16, "BH": 64, "num_warps": 4, "num_stages": 1},
-    "tall_product": {"BT": 64, "BH": 128, "num_warps": 8, "num_stages": 3},
+    "tall_product": {"BT": 64, "BH": 128, "num_warps": 4, "num_stages": 3},
 }
 """How the work of each kernel is cut: rows and columns of a tile. Results differ by rounding only."""
-PROGRAMS = 32
-"""Per multiprocessor, where tokens can be cut into parts at will: some eight waves, so that the last is no loss."""
+PROGRAMS = {"swiglu_backward": 64, "tall_product": 32}
+"""Per multiprocessor, where tokens can be cut into parts at will: many waves, so that the last is no loss."""
 
 
 def lora_linear(x_TH: Tensor, linears: LoraLinears, residual_TN: Tensor | None) -> Tensor:
@@ -150,7 +150,7 @@ class _SwigluLoraLinear(torch.autograd.Function):
         d_TK = grad_TN @ (weight_NK if s_TR is not None else weight_NK[:, :size])
         grad_gate_up_T2I = gate_up_T2I.new_empty(gate_up_T2I.shape)
         blocks = triton.cdiv(size, tile["BH"])
-        parts, tokens = _parts(count, blocks, ranks["RP"], grad_TN.device)
+        parts, tokens = _parts("swiglu_backward", count, blocks, ranks["RP"], grad_TN.device)
         sums = d_TK.new_empty(parts if s_TR is not None else 0, ranks["RP"], size, dtype=torch.float32)
         kernels.swiglu_backward[(blocks, parts)](
             d_TK, gate_up_T2I, down_RH, grad_gate_up_T2I, sums, count, size, len(down_RH), tokens,
@@ -207,12 +207,12 @@ def _keep(ctx: Any, linears: LoraLinears, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(linears.weight_NK, linears.down_RH, *tensors)
 
 
-def _parts(count: int, blocks: int, padded: int, device: torch.device) -> tuple[int, int]:
-    """Into how many parts a sum over `count` tokens is cut, and the tokens of a part.
+def _parts(kernel: str, count: int, blocks: int, padded: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts `kernel` cuts a sum over `count` tokens, and the tokens of a part.
 
     A part's sums, `padded` columns of float32, stay small beside the bfloat16 that it reads.
     """
-    wanted = triton.cdiv(PROGRAMS * _multiprocessors(device), blocks)
+    wanted = triton.cdiv(PROGRAMS[kernel] * _multiprocessors(device), blocks)
     tokens = max(triton.cdiv(count, wanted), 32 * padded)
     tokens = triton.cdiv(tokens, 64) * 64
     return max(1, triton.cdiv(count, tokens)), tokens
@@ -230,7 +230,7 @@ def _tall_product(
     (count, columns), ranks, tile = p_TH.shape, q_TR.shape[1], TILES["tall_product"]
     padded = max(16, triton.next_power_of_2(ranks))
     blocks = triton.cdiv(columns, tile["BH"])
-    parts, tokens = _parts(count, blocks, padded, p_TH.device)
+    parts, tokens = _parts("tall_product", count, blocks, padded, p_TH.device)
     sums = p_TH.new_empty(parts, padded, columns, dtype=torch.float32)
     kernels.tall_product[(blocks, parts)](
         p_TH, q_TR, rstd_T, norm_weight_H, sums, count, columns, ranks, tokens, p_TH.stride(0), q_TR.stride(0),

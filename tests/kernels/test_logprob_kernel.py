@@ -113,6 +113,25 @@ def test_10_a_confident_token_keeps_its_gradient(triton_kernels: SimpleNamespace
     assert -2 * 10.0**-digits < float(logprobs[1]) < 0.0
 
 
+def test_what_tensor_cores_cut_off_is_made_good(
+    triton_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact target's logit against others that are too small by a ten thousandth."""
+    kernels, inputs = triton_kernels.logprob, operands()
+    exact, lost = kernels._matmul, 1e-4
+
+    def cutting(left: Tensor, right: Tensor, out: Tensor) -> None:
+        exact(left, right, out)
+        out *= 1.0 - lost
+
+    monkeypatch.setattr(kernels, "_matmul", cutting)
+    monkeypatch.setattr(kernels, "CUT_OFF", lost / inputs[0].shape[1])
+    with pytest.raises(AssertionError):
+        check(triton_kernels, {"block": 64}, *inputs)
+    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
+    check(triton_kernels, {"block": 64}, *inputs)
+
+
 def test_6_a_target_outside_the_vocabulary_is_not_a_number(triton_kernels: SimpleNamespace) -> None:
     hidden, weight, _ = operands(rows=2, vocabulary=60)
     targets = torch.tensor([60, -1])

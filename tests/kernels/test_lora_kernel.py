@@ -236,8 +236,8 @@ def test_parts_cover_the_tokens_once(
     cuda: ModuleType, count: int, blocks: int, padded: int, programs: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "PROGRAMS", programs)
-        parts, tokens = cuda._parts(count, blocks, padded, torch.device("cpu"))
+        patch.setitem(cuda.PROGRAMS, "tall_product", programs)
+        parts, tokens = cuda._parts("tall_product", count, blocks, padded, torch.device("cpu"))
     assert (parts - 1) * tokens < max(1, count) <= parts * tokens
     assert tokens % 64 == 0
     assert parts == 1 or tokens >= 32 * padded
