@@ -37,6 +37,7 @@ async def test_engines_over_two_gpus_serve_each_version(
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         kv_cache_bytes=1 << 30,
+        gpu_memory_utilization=0.2,
     )
 
     def make(index: int) -> Engine:
