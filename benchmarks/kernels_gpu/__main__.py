@@ -1,7 +1,8 @@
 """python -m benchmarks.kernels_gpu: on one NVIDIA GPU, some 5 minutes. `--quick`: fewer rounds, nothing recorded.
 
 `--tune`: instead, our own ways to cut the work of the output head and of K3, side by side. Peers that are not
-installed are left out: liger-kernel, cut-cross-entropy, trl, quack-kernels, nvidia-cutlass-dsl, peft, transformers.
+installed are left out: liger-kernel, cut-cross-entropy, trl, verl, quack-kernels, nvidia-cutlass-dsl, peft,
+transformers.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from bucketrl.jobs import benchmark_record
 
 SIZES = (2048, 4096)
 """Hidden sizes of Qwen3-1.7B and 8B."""
-SLOW_TO_START = ("torch.compile", "CCE", "CCE exact", "verl-style")
+SLOW_TO_START = ("torch.compile", "CCE", "CCE exact", "verl", "verl-style")
 """Left out of `--quick`."""
 MODES = {"": "", policy.IN_A_GRAPH: "graph_"}
 """As called, where the host's launches are the time, and without them."""
@@ -91,7 +92,8 @@ def _head(peers: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
                 "liger_sm90": "Liger SM90",
                 "liger_flce": "Liger FLCE",
                 "prime_rl": "prime-rl-style",
-                "verl": "verl-style",
+                "verl": "verl",
+                "verl_style": "verl-style",
                 "cce": "CCE exact",
                 "quack": "quack (sum only)",
                 "eager": "torch eager",

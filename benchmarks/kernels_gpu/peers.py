@@ -138,8 +138,34 @@ def liger_sm90(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -loss
 
 
+def verl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """verl's Triton kernels, which form the head's gradient too, frozen or not."""
+    logprobs: Tensor = _verl_kernels().linear_cross_entropy(hidden, weight, targets, 1.0, "none")[0]
+    return logprobs
+
+
+@cache
+def _verl_kernels() -> Any:
+    """Alone, as TRL's."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None:
+        raise ImportError("verl is not installed")
+    for name in ("verl", "verl.utils", "verl.utils.device"):
+        sys.modules[name] = ModuleType(name)
+    folders = list(spec.submodule_search_locations or [])
+    sys.modules["verl"].__path__ = folders
+    sys.modules["verl.utils"].__path__ = [f"{folder}/utils" for folder in folders]
+    vars(sys.modules["verl.utils.device"]).update(
+        get_device_capability=torch.cuda.get_device_capability,
+        get_device_name=lambda: "cuda",
+        get_torch_device=lambda: torch.cuda,
+        is_cuda_available=True,
+    )
+    return importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+
+
 def verl_style(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """verl's chunks of 512 tokens, as Liger ships them for other devices."""
+    """verl's other way, chunks of 512 tokens, as Liger ships it for other devices."""
     module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     loss: Tensor = module._FusedLinearPPOFallbackFunction.apply(hidden, weight, targets, 1.0, -100, False)
     return -loss
@@ -171,6 +197,7 @@ PEERS: dict[str, Peer] = {
     "Liger SM90": liger_sm90,
     "Liger FLCE": liger_flce,
     "prime-rl-style": prime_rl_style,
+    "verl": verl,
     "verl-style": verl_style,
     "CCE": cce("high"),
     "CCE exact": cce(None),
