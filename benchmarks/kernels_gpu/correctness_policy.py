@@ -34,6 +34,7 @@ def checks() -> Iterator[tuple[str, Check]]:
     yield "23 K2: the same bits under autocast", _autocast
     yield "29 K2: the same bits in a second backward pass", _twice
     yield "K2: the same bits three times", _repeats
+    yield "K2: the same bits on two streams at once, and in a graph", _streams
     yield "22 K2: group advantages", _groups
 
 
@@ -103,6 +104,25 @@ def _repeats() -> tuple[float, float]:
     inputs, objective = policy_inputs("gspo")
     first, *others = [_both(inputs, objective) for _ in range(3)]
     return sum(_differ(first, other) for other in others), 0.0
+
+
+def _streams() -> tuple[float, float]:
+    """Calls on two streams at once, and two in a graph."""
+    inputs, objective = policy_inputs("ppo")
+    want, found = _direct(inputs, objective), []
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for stream in streams * 50:
+        with torch.cuda.stream(stream):
+            found.append(_direct(inputs, objective))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found += [_direct(inputs, objective) for _ in range(2)]
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    return sum(_differ(other, want) for other in found), 0.0
 
 
 def _forms() -> tuple[float, float]:

@@ -14,10 +14,12 @@ BLOCK = 128
 WAYS = 32
 """Of the search for a block's first sequence: one for each thread of the warp."""
 ALIGNMENT = 16
-"""Bytes: whether a pointer is a multiple is what Triton compiles a kernel for."""
+"""Bytes: whether a pointer is a multiple is part of what Triton compiles a kernel for."""
 
-_compiled: dict[tuple[Any, Hashable], Any] = {}
-"""Kernels by what they were compiled for: `_form`."""
+_compiled: dict[tuple[Hashable, ...], Any] = {}
+"""Kernels by all that they were compiled for: `_launch`."""
+_work: dict[tuple[torch.device, int], Tensor] = {}
+"""By device and stream: `_work_for`."""
 
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -43,9 +45,11 @@ def packed_policy_grad(
 ) -> Results:
     """`policy_reference.packed_policy_grad`."""
     loss, grad_N, grad_entropy_N, stats = _launch_all(logprobs_N, entropy_N, required, optional, objective)
+    if logprobs_N.dtype is not torch.float32:
+        grad_N = grad_N.to(logprobs_N.dtype)
     if entropy_N is not None and grad_entropy_N is not None:
         grad_entropy_N = grad_entropy_N.to(entropy_N.dtype)
-    return loss, grad_N.to(logprobs_N.dtype), grad_entropy_N, stats
+    return loss, grad_N, grad_entropy_N, stats
 
 
 def _launch_all(
@@ -53,8 +57,8 @@ def _launch_all(
 ) -> Results:
     """Loss, gradients and statistics, float32.
 
-    The blocks are added up by a launch of their own. The last block to end could do it, but needs a counter that
-    is 0 at the start: one more launch, or memory that calls on two streams would share.
+    Launches and allocations are what a call takes its time for. So there is no launch that adds the blocks up: the
+    last one to end does it. Means over sequences take a launch of their own.
     """
     behaviour_N, advantages_B, cu_seqlens, norm = required
     mask_N, proximal_N, reference_N, weights_B = optional
@@ -67,27 +71,47 @@ def _launch_all(
     )  # fmt: skip
     norm_tensor = _plain(norm) if isinstance(norm, Tensor) else None
     scale = 1.0 / norm if not isinstance(norm, Tensor) and norm > 0 else 0.0
-    form = _form(objective, (*inputs, norm_tensor))
-    blocks = -(-count // BLOCK)
-    grad_N = torch.empty_like(logprobs)
-    grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
-    part, stats = logprobs.new_empty(len(STATS), blocks), logprobs.new_empty(len(STATS))
-    loss = logprobs.new_empty(())
     means = None
     if objective.by_sequence:
         means = logprobs.new_empty(max(1, sequences), 2)
         if sequences:
-            _launch(kernels.sequence_means, form, sequences, 4, *inputs, means, 1024)
-    if blocks:
-        span = 1
-        while span < sequences:
-            span *= WAYS
-        _launch(
-            kernels.policy_loss, form, blocks, 1, *inputs, means, norm_tensor, grad_N, grad_entropy_N, part,
-            scale, count, sequences, span, objective, BLOCK, WAYS,
-        )  # fmt: skip
-    _launch(kernels.add_blocks, form, len(STATS), 4, part, stats, loss, blocks, 512)
+            _launch(kernels.sequence_means, sequences, 4, (*inputs, means), (), (1024,))
+    blocks = max(1, -(-count // BLOCK))
+    grad_N = torch.empty_like(logprobs)
+    grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
+    stats, loss = logprobs.new_empty(len(STATS)), logprobs.new_empty(())
+    span = 1
+    while span < sequences:
+        span *= WAYS
+    work = _work_for(blocks, logprobs.device)
+    _launch(
+        kernels.policy_loss, blocks, 1,
+        (*inputs, means, norm_tensor, grad_N, grad_entropy_N, work, stats, loss),
+        (scale, count, sequences, span), (objective, BLOCK, WAYS),
+    )  # fmt: skip
     return loss, grad_N, grad_entropy_N, stats
+
+
+def _work_for(blocks: int, device: torch.device) -> Tensor:
+    """Memory for the counter of blocks that have ended, which is 0, and for their partial sums.
+
+    A launch leaves the counter at 0, and the launches of a stream run one after the other: they share theirs, as
+    cuBLAS's do. What a graph is replayed beside is not known, so each of its launches gets its own.
+    """
+    size = (1 + blocks) * len(STATS)
+    stream = _stream(device)
+    if stream is None:
+        return torch.zeros(size, device=device, dtype=torch.float32)
+    found = _work.get((device, stream))
+    if found is None or found.shape[0] < size:
+        found = _work[device, stream] = torch.zeros(size, device=device, dtype=torch.float32)
+    return found
+
+
+def _stream(device: torch.device) -> int | None:
+    """The current one; None if it is being captured into a graph."""
+    captured = torch.cuda.is_current_stream_capturing()
+    return None if captured else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -129,32 +153,29 @@ def _given(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _plain(tensor)
 
 
-def _form(objective: Objective, tensors: tuple[Tensor | None, ...]) -> Hashable:
-    """What the kernels are compiled for, as far as it varies; None if some pointer is not aligned."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if any(tensor.data_ptr() % ALIGNMENT for tensor in present):
-        return None
-    return (
-        objective,
-        BLOCK,
-        present[0].device,
-        *(tensor if tensor is None else tensor.dtype for tensor in tensors),
-    )
-
-
-def _launch(kernel: Any, form: Hashable, programs: int, warps: int, *arguments: Any) -> None:
-    """`kernel[(programs,)](*arguments, num_warps=warps)`.
+def _launch(
+    kernel: Any,
+    programs: int,
+    warps: int,
+    tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
+    numbers: tuple[float, ...],
+    constants: tuple[Hashable, ...],
+) -> None:
+    """`kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)`; it does not specialise on `numbers`.
 
     Triton works out anew at each call which compiled form of the kernel the arguments ask for, which takes longer
-    than to launch it. Here that form is kept and launched as in Triton's tutorial on the fused softmax.
+    than to launch it. Here that form is kept and launched as in Triton's tutorial on the fused softmax, with
+    addresses: about each tensor Triton would ask the driver.
     """
-    found = _compiled.get((kernel, form))
-    if found is not None:
-        found[(programs, 1, 1)](*arguments)
-        return
-    made = kernel[(programs,)](*arguments, num_warps=warps)
-    if form is not None:
-        _compiled[kernel, form] = made
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    aligned = [address % ALIGNMENT == 0 for address in addresses]
+    form = (kernel, tensors[0].device, constants, *dtypes, *aligned)
+    found = _compiled.get(form)
+    if found is None:
+        _compiled[form] = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
+    else:
+        found[(programs, 1, 1)](*addresses, *numbers, *constants)
 
 
 def group_advantage(

@@ -122,12 +122,13 @@ def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, BT: 
 
 @triton.jit(do_not_specialize=["N", "B", "span"])
 def policy_loss(
-    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, NORM, GRAD, GRAD_ENT, PART, scale, N, B, span,
-    OBJ: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr,
+    CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, NORM, GRAD, GRAD_ENT, WORK, TOTALS, LOSS,
+    scale, N, B, span, OBJ: tl.constexpr, BT: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's column of partial `STATS`.
+    """One block of tokens: ∂ loss / ∂ log π, ∂ loss / ∂ entropy, and the block's row of partial `STATS`.
 
-    OBJ: the `Objective`. scale: 1 / norm, if NORM is None.
+    The block that ends last adds the rows up. WORK: a row for the number of blocks that have ended, an integer that
+    is 0 before and after, then one for each block. OBJ: the `Objective`. scale: 1 / norm, if NORM is None.
     """
     block = tl.program_id(0)
     token = block * BT + tl.arange(0, BT)
@@ -205,51 +206,56 @@ def policy_loss(
 
     drift = _clamped(logp - beh)
     ratio = tl.exp(drift)
-    out = PART + block
-    blocks = tl.num_programs(0)
+    out = WORK + (block + 1) * ROWS
     tl.store(out, tl.sum(per_token * weight, 0) * scale)
-    tl.store(out + blocks, _count(live))
-    tl.store(out + 2 * blocks, _count(unmasked & ~live))
-    tl.store(out + 3 * blocks, tl.sum(one * ratio, 0))
-    tl.store(out + 4 * blocks, tl.sum(one * ratio * ratio, 0))
-    tl.store(out + 5 * blocks, _count(live & is_low))
-    tl.store(out + 6 * blocks, _count(live & is_high))
-    tl.store(out + 7 * blocks, _count(live & is_dual))
-    tl.store(out + 8 * blocks, _count(live & is_corrected))
-    tl.store(out + 9 * blocks, tl.sum(correction, 0))
-    tl.store(out + 10 * blocks, tl.sum(-drift * one, 0))
-    tl.store(out + 11 * blocks, tl.sum((ratio - 1.0 - drift) * one, 0))
-    tl.store(out + 12 * blocks, tl.sum(kl * one, 0))
+    tl.store(out + 1, _count(live))
+    tl.store(out + 2, _count(unmasked & ~live))
+    tl.store(out + 3, tl.sum(one * ratio, 0))
+    tl.store(out + 4, tl.sum(one * ratio * ratio, 0))
+    tl.store(out + 5, _count(live & is_low))
+    tl.store(out + 6, _count(live & is_high))
+    tl.store(out + 7, _count(live & is_dual))
+    tl.store(out + 8, _count(live & is_corrected))
+    tl.store(out + 9, tl.sum(correction, 0))
+    tl.store(out + 10, tl.sum(-drift * one, 0))
+    tl.store(out + 11, tl.sum((ratio - 1.0 - drift) * one, 0))
+    tl.store(out + 12, tl.sum(kl * one, 0))
     if ENT is not None:
-        tl.store(out + 13 * blocks, tl.sum(ent, 0))
+        tl.store(out + 13, tl.sum(ent, 0))
     else:
-        tl.store(out + 13 * blocks, 0.0)
-    tl.store(out + 14 * blocks, tl.max(tl.where(live, ratio, 0.0), 0))
-    tl.store(out + 15 * blocks, tl.min(tl.where(live, ratio, float("inf")), 0))
+        tl.store(out + 13, 0.0)
+    tl.store(out + 14, tl.max(tl.where(live, ratio, 0.0), 0))
+    tl.store(out + 15, tl.min(tl.where(live, ratio, float("inf")), 0))
+
+    # The barriers keep the row before the count, which releases it, and all that follows behind it.
+    tl.debug_barrier()
+    counter = WORK.to(tl.pointer_type(tl.int32))
+    ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
+    tl.debug_barrier()
+    if ended == tl.num_programs(0):
+        tl.store(counter, 0)
+        _add_rows(WORK + ROWS, ended, TOTALS, LOSS, BT)
 
 
-@triton.jit(do_not_specialize=["BLOCKS"])
-def add_blocks(PART, TOTALS, LOSS, BLOCKS, BB: tl.constexpr):
-    """One row of partial sums, in order; one program a statistic."""
-    row = tl.program_id(0)
-    total = tl.full((BB,), 0.0, tl.float32)
-    largest = tl.full((BB,), 0.0, tl.float32)
-    smallest = tl.full((BB,), float("inf"), tl.float32)
-    for first in range(0, BLOCKS, BB):
-        block = first + tl.arange(0, BB)
-        value = tl.load(PART + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
-        total += value
-        largest = tl.maximum(largest, value)
-        smallest = tl.minimum(smallest, tl.where(block < BLOCKS, value, float("inf")))
-    result = tl.sum(total, 0)
-    if row == ROWS - 2:
-        result = tl.max(largest, 0)
-    if row == ROWS - 1:
-        result = tl.min(smallest, 0)
-        result = tl.where(result < float("inf"), result, 0.0)
-    tl.store(TOTALS + row, result)
-    if row == 0:
-        tl.store(LOSS, result)
+@triton.jit
+def _add_rows(PART, blocks, TOTALS, LOSS, CHUNK: tl.constexpr):
+    """The rows of partial sums of all blocks, in their order; read past the L1 cache, which may be stale."""
+    column = tl.arange(0, ROWS)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    largest = tl.full((ROWS,), 0.0, tl.float32)
+    smallest = tl.full((ROWS,), float("inf"), tl.float32)
+    for first in range(0, blocks, CHUNK):
+        row = first + tl.arange(0, CHUNK)[:, None]
+        place = PART + row * ROWS + column[None, :]
+        value = tl.load(place, mask=row < blocks, other=0.0, cache_modifier=".cg")
+        total += tl.sum(value, 0)
+        largest = tl.maximum(largest, tl.max(value, 0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(row < blocks, value, float("inf")), 0))
+    smallest = tl.where(smallest < float("inf"), smallest, 0.0)
+    extreme = tl.where(column == ROWS - 1, smallest, largest)
+    result = tl.where(column < ROWS - 2, total, extreme)
+    tl.store(TOTALS + column, result)
+    tl.store(LOSS + 0 * column, result, mask=column == 0)
 
 
 @triton.jit

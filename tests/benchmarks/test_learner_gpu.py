@@ -75,7 +75,7 @@ def test_a_record_has_what_fits_and_names_what_does_not(
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>",
          "elementwise"),
         ("Memcpy HtoD (Pageable -> Device)", "elementwise"),
-        ("add_blocks", "our other kernels"),
+        ("policy_loss", "our other kernels"),
         ("void something_else<int>()", "other"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ def triton_kernels() -> Iterator[SimpleNamespace]:
     modules = [triton.language, triton.language.standard, logprob_triton, policy_triton]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(policy_cuda, "_stream", lambda device: 0)  # a CPU has none
         for module in modules:
             for name, value in list(vars(module).items()):
                 if isinstance(value, JITFunction):

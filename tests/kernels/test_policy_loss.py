@@ -337,26 +337,69 @@ class Kernel:
 def test_a_kernel_is_launched_as_compiled_only_for_what_it_was_compiled_for(
     triton_kernels: SimpleNamespace,
 ) -> None:
-    launch, form_of = triton_kernels.policy._launch, triton_kernels.policy._form
+    launch, o = triton_kernels.policy._launch, Objective()
     kernel, tensor = Kernel(), torch.zeros(8)
     assert tensor.data_ptr() % 16 == 0
-    for _ in range(3):
-        launch(kernel, form_of(Objective(), (tensor, None)), 2, 1, tensor, 5)
+    for number in (5, 6, 7):
+        launch(kernel, 2, 1, (tensor, None), (number,), (o, 128))
     assert kernel.calls == 1
     assert kernel.compiled.__getitem__.call_args_list == [call((2, 1, 1))] * 2
-    assert kernel.compiled.__getitem__.return_value.call_args_list == [call(tensor, 5)] * 2
-    others: list[tuple[Objective, tuple[Tensor | None, ...]]] = [
-        (Objective(clip_low=0.1), (tensor, None)),
-        (Objective(), (tensor, tensor)),
-        (Objective(), (tensor.long(), None)),
+    launched = kernel.compiled.__getitem__.return_value.call_args_list
+    assert launched == [call(tensor.data_ptr(), 0, number, o, 128) for number in (6, 7)]
+    others: list[tuple[tuple[Tensor | None, ...], tuple[Objective, int]]] = [
+        ((tensor, None), (Objective(clip_low=0.1), 128)),
+        ((tensor, None), (o, 256)),
+        ((tensor, tensor), (o, 128)),
+        ((tensor.long(), None), (o, 128)),
+        ((tensor[1:], None), (o, 128)),
     ]
-    for calls, (objective, tensors) in enumerate(others, start=2):
+    for calls, (tensors, constants) in enumerate(others, start=2):
         for _ in range(2):
-            launch(kernel, form_of(objective, tensors), 2, 1, *tensors)
+            launch(kernel, 2, 1, tensors, (5,), constants)
         assert kernel.calls == calls
-    for calls in (5, 6):
-        launch(kernel, form_of(Objective(), (tensor[1:], None)), 2, 1, tensor[1:])
-        assert kernel.calls == calls
+
+
+def test_calls_that_follow_each_other_are_added_up_each_for_itself(
+    triton_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than are read at once, fewer, no token: right, and the second time the same bits."""
+    monkeypatch.setattr(triton_kernels.policy, "BLOCK", 8)
+    monkeypatch.setattr(triton_kernels.policy, "_work", {})
+    objective = OBJECTIVES["reinforce, all terms"]
+    large, small, none = (
+        {name: value.repeat(times) if name.endswith("_N") else value for name, value in batch().items()}
+        | {"cu_seqlens": CU * times}
+        for times in (4, 1, 0)
+    )
+    order = large, small, none, large
+    found = [run_direct(inputs, objective, triton_kernels) for inputs in order]
+    for inputs, ours in zip(order, found, strict=True):
+        for one, want in zip(ours, run_direct(in_float64(inputs), objective), strict=True):
+            torch.testing.assert_close(one.double(), want, rtol=2e-6, atol=1e-6)
+    assert all(map(torch.equal, found[0], found[3]))
+    monkeypatch.setattr(triton_kernels.policy, "_stream", lambda device: None)
+    assert all(map(torch.equal, run_direct(small, objective, triton_kernels), found[1]))
+
+
+def test_the_launches_of_a_stream_share_memory_and_no_others_do(
+    triton_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Tensor] = []
+    monkeypatch.setattr(triton_kernels.policy, "_work", {})
+
+    def memory(stream: int | None, blocks: int) -> int:
+        """Where it is; None: a graph's."""
+        monkeypatch.setattr(triton_kernels.policy, "_stream", lambda device: stream)
+        kept.append(triton_kernels.policy._work_for(blocks, torch.device("cpu")))
+        assert kept[-1].shape[0] >= (1 + blocks) * len(STATS)
+        assert not kept[-1].any()
+        return kept[-1].data_ptr()
+
+    one, two = memory(1, 5), memory(2, 5)
+    assert (memory(1, 3), memory(2, 5)) == (one, two)
+    grown = memory(1, 6)
+    assert memory(1, 5) == grown
+    assert len({one, two, grown, memory(None, 5), memory(None, 5)}) == 5
 
 
 @pytest.mark.parametrize("change", ["no token", "one token", "all masked", "norm 0", "no sequence"])
