@@ -7,7 +7,9 @@ what a completion behind a shared prompt needs: as queries its own tokens, as ke
                                              keys     │ prompt │ prompt A │ prompt B │    gathered from T rows
 """
 
+import importlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -16,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bucketrl.kernels.gather import RowIndex, gather_rows
 from bucketrl.learner.packing import Segment
+
+logger = logging.getLogger(__name__)
+
+FLASH4_BOUND = 256
+"""FlashAttention 4 takes bounds of the lengths, and compiles its kernels again for bounds within one tile. None of
+its tiles is longer than this: as the least bound it makes one kernel do for all lengths."""
 
 
 def varlen_function() -> Callable[..., Tensor]:
@@ -28,6 +37,53 @@ def varlen_function() -> Callable[..., Tensor]:
     if "enable_gqa" in inspect.signature(function).parameters:
         function = partial(function, enable_gqa=True)
     return cast(Callable[..., Tensor], function)
+
+
+def flash4_function() -> Callable[..., Tensor]:
+    """FlashAttention 4's, on Hopper, in bfloat16 and float16, by the package `flash-attn-4`.
+
+    A process compiles its kernels at the first call and the first backward pass, again with a window and again for
+    more than 256 sequences; counts and lengths change nothing else.
+    Raises ImportError without that package, NotImplementedError where the GPU is not for it.
+    """
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        raise NotImplementedError(f"it needs compute capability (9, 0); here is {capability}")
+    kernel = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    logger.info("attention: FlashAttention 4 compiles its kernels, which takes many seconds")
+    return partial(_flash4, kernel)
+
+
+def _flash4(
+    kernel: Callable[..., tuple[Tensor, Any]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cumulative_q: Tensor,
+    cumulative_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """`varlen_attn`, its window (…, 0)."""
+    before, _ = window_size
+    output, _ = kernel(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cumulative_q,
+        cu_seqlens_k=cumulative_k,
+        max_seqlen_q=max(longest_q, FLASH4_BOUND),
+        max_seqlen_k=max(longest_k, FLASH4_BOUND),
+        softmax_scale=scale,
+        causal=before < 0,
+        window_size=(None, None) if before < 0 else (before, 0),
+        # Not needed: without it a pass that needs no gradient would be another kernel.
+        return_lse=True,
+    )
+    return output
 
 
 class VarlenLayout:
@@ -51,7 +107,7 @@ class VarlenLayout:
             for each in (lengths, key_lengths)
         )
         shared = any(segment.prefix is not None for segment in segments)
-        self._key_rows = torch.from_numpy(np.concatenate(rows)).to(device) if shared else None
+        self._key_rows = RowIndex.of(np.concatenate(rows), int(starts[-1]), device) if shared else None
         """Which of the T rows the keys are; None where they are all, in order."""
 
     def attend(
@@ -65,30 +121,3 @@ class VarlenLayout:
         seen = (-1 if window is None else window - 1, 0)
         output = self._function(q, k, v, *self._cumulative, *self._longest, scale=scaling, window_size=seen)
         return output[None]
-
-
-def gather_rows(source: Tensor, rows: Tensor) -> Tensor:
-    """source[rows] along the first dimension; `rows` may repeat. [T, …], [K] to [K, …].
-
-    The gradients of a repeated row are summed in float32 or better, whatever their type: with as many addends as a
-    group has completions, sums in bfloat16 would lose most of their digits.
-    """
-    apply: Any = _GatherRows.apply
-    gathered: Tensor = apply(source, rows)
-    return gathered
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.length = source.shape[0]
-        return source.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        (rows,) = ctx.saved_tensors
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros((ctx.length, *grad.shape[1:]), dtype=dtype)
-        return total.index_add_(0, rows, grad.to(dtype)).to(grad.dtype), None

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
+from bucketrl.kernels.gather import RowIndex, gather_rows
 from bucketrl.kernels.logprob import EAGER_LOGITS_BYTES, linear_logprob
 from bucketrl.kernels.triton_here import triton_is_here
 from bucketrl.learner import activations, attention
-from bucketrl.learner.attention_varlen import gather_rows
 from bucketrl.learner.fused_block import fuse_blocks, restore_blocks
 from bucketrl.learner.packing import MicroBatch, Segment
 
@@ -106,10 +106,10 @@ class PolicyModel:
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] what the output head reads to predict the loss tokens."""
-        input_ids, position_ids, rows = (
-            torch.from_numpy(array).to(self.device)
-            for array in (batch.input_ids, batch.position_ids, batch.rows)
+        input_ids, position_ids = (
+            torch.from_numpy(array).to(self.device) for array in (batch.input_ids, batch.position_ids)
         )
+        rows = RowIndex.of(batch.rows, len(input_ids), self.device)
         return gather_rows(self._hidden(input_ids, position_ids, batch.segments), rows)
 
     @torch.no_grad()
