@@ -12,9 +12,10 @@ from itertools import groupby
 from pathlib import Path
 
 from bucketrl.bucket import artifacts, keys
-from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.errors import Missing, UserError
 from bucketrl.bucket.gc import newest_boundary
 from bucketrl.bucket.records import RunRecord, StepRecord
+from bucketrl.bucket.retention import CHECKPOINTS_KEPT
 from bucketrl.bucket.store import Store
 from bucketrl.jobs.runs import read_log
 from bucketrl.learner.checkpoint import DESCRIPTION_FILE, Description, Environment
@@ -106,9 +107,17 @@ def _until(run: RunRecord, step: int) -> RunRecord:
 
 
 def _environment(store: Store, commit: StepRecord) -> Environment:
-    """Under what a step was made. Raises UserError if this process cannot do the same."""
+    """Under what a step was made. Raises UserError if this process cannot know it or do the same."""
     [file] = [file for file in commit.checkpoint.files if file.key.endswith(f"/{DESCRIPTION_FILE}")]
-    description = Description.model_validate_json(artifacts.read_verified(store, file))
+    try:
+        description = Description.model_validate_json(artifacts.read_verified(store, file))
+    except Missing:
+        # Checkpoints are collected long before what steps trained on, and without a boundary.
+        raise UserError(
+            f"bucket {store.url}: {file.key} is gone, and only it says with how many threads and processes step "
+            f"{commit.step} was made; garbage collection leaves the newest {CHECKPOINTS_KEPT} checkpoints only; "
+            "keep everything with: bucketrl learner --keep 0"
+        ) from None
     if description.environment.device != "cpu":
         raise UserError(
             f"bucket {store.url}: was trained on {description.environment.device}, whose kernels do not repeat "

@@ -2,11 +2,12 @@
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
-from tests.bucket.builders import Learner, file_ref, group, run_record, upload
+from tests.bucket.builders import NOW, Learner, file_ref, group, run_record, upload
 from tests.learner.worlds import (
     make_config,
     make_run,
@@ -18,31 +19,34 @@ from tests.learner.worlds import (
 
 from bucketrl.bucket import keys
 from bucketrl.bucket.errors import UserError
+from bucketrl.bucket.gc import GarbageCollector
 from bucketrl.bucket.records import RunRecord, StepRecord
 from bucketrl.bucket.store import Store
 from bucketrl.bucket.stores import open_store
 from bucketrl.bucket.stores.memory import MemoryStore
 from bucketrl.jobs import replay as replay_module
 from bucketrl.jobs.replay import Difference, compare, replay
-from bucketrl.jobs.runs import read_log
+from bucketrl.jobs.runs import read_log, read_state
 from bucketrl.learner import data_parallel
+from bucketrl.learner.checkpoint import DESCRIPTION_FILE
 from bucketrl.learner.main import LearnerOptions, run_learner
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.publish import save_adapter
 
 
 def store_of(steps: int, *, changed: int | None = None) -> Store:
-    """A run of `steps` steps; the adapter of version `changed` has other bytes."""
+    """A run of `steps` steps; the adapter of version `changed` has other bytes. A checkpoint is its description."""
     store = open_store(f"memory://{uuid4().hex}")
     learner = Learner(store, run_record(), "a")
     learner.start()
     for step in range(steps + 1):
         batch = learner.write_batch([upload(store, group(step))]) if step else None
+        described = learner.publish(keys.checkpoint(step, 1), {DESCRIPTION_FILE: b"{}"})
+        changes: dict[str, Any] = {"checkpoint": {"step": step, "files": described}}
         if step == changed:
-            policy = {"version": step, "files": (file_ref("policy/x/adapter_model.safetensors", b"other"),)}
-            learner.commit(batch, policy=policy)
-        else:
-            learner.commit(batch)
+            other = file_ref("policy/x/adapter_model.safetensors", b"other")
+            changes["policy"] = {"version": step, "files": (other,)}
+        learner.commit(batch, **changes)
     return store
 
 
@@ -80,6 +84,18 @@ def test_a_run_without_a_step_is_refused() -> None:
     empty = open_store(f"memory://{uuid4().hex}")
     with pytest.raises(UserError, match="no optimizer step to replay"):
         replay(store_of(0), empty, run_record(), model_path=None, progress=print)  # type: ignore[arg-type]
+
+
+def test_a_run_whose_checkpoints_were_collected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the newest two are kept, however many commits are: nothing else may be gone, and no boundary written."""
+    monkeypatch.setattr("bucketrl.bucket.artifacts.RETRY_DELAYS_S", ())
+    source, target, run = store_of(3), MemoryStore(), run_record()
+    collector = GarbageCollector(source, run, keep=64, collector_id="c", now=lambda: NOW, clock=lambda: 0.0)
+    report = collector.collect(read_state(source, run))
+    assert (report.boundary, set(report.removed)) == (0, {keys.CHECKPOINT_PREFIX})
+    with pytest.raises(UserError, match=r"checkpoints/00000001-e0001/checkpoint.json is gone.* --keep 0$"):
+        replay(source, target, run, model_path=None, progress=print)  # type: ignore[arg-type]
+    assert list(target.list("")) == []
 
 
 @pytest.mark.slow
