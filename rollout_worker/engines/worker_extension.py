@@ -7,6 +7,7 @@ does so, and `add_lora` finds the adapter ready; what is left to it is the copy 
 
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 from bucketrl.rollout_worker.engines import parent_watch  # noqa: F401 - importing it begins the watch
@@ -36,14 +37,15 @@ class ReadAhead:
 
     def begin(self, manager: Any, name: str, lora_id: int, path: str) -> None:
         """`manager` is vLLM's WorkerLoRAManager; from now on it asks here first."""
+        spares = 0
         if "_load_adapter" not in vars(manager):
+            spares = manager.lora_config.max_cpu_loras
             load = manager._load_adapter
             manager._load_adapter = lambda request: (
                 self._ready.pop(request.lora_int_id, None) or load(request)
             )
-        thread = threading.Thread(
-            target=self._read, args=(manager, name, lora_id, path), name="adapter", daemon=True
-        )
+        arguments = (manager, name, lora_id, Path(path), spares)
+        thread = threading.Thread(target=self._read, args=arguments, name="adapter", daemon=True)
         self._threads[lora_id] = thread
         thread.start()
 
@@ -53,21 +55,57 @@ class ReadAhead:
         del self._threads[lora_id]
         return True
 
-    def _read(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+    def _read(self, manager: Any, name: str, lora_id: int, folder: Path, spares: int) -> None:
         import torch
-        from vllm.lora.request import LoRARequest
 
         # Of this thread alone. A new thread's first parallel operation starts a team of threads, and each later one
-        # waits until the last of them got a core: on a busy machine seconds for an adapter instead of 30 ms.
+        # waits until the last of them got a core.
         torch.set_num_threads(1)
         try:
-            # Of the class: the instance's own one would ask here.
-            adapter = type(manager)._load_adapter(manager, LoRARequest(name, lora_id, path))
+            adapter = _read_at_once(manager, lora_id, folder, spares)
             manager._adapter_manager._create_merged_loras_inplace(adapter)
         except Exception as error:  # noqa: BLE001 - vLLM reads it again, and reports what is wrong as it always does
-            logger.info("adapter %s was not read ahead: %s", name, error)
+            logger.warning("adapter %s was not read ahead: %s", name, error)
         else:
             self._ready[lora_id] = adapter
+
+
+def _read_at_once(manager: Any, lora_id: int, folder: Path, spares: int) -> Any:
+    """What vLLM's `_load_adapter` makes, in few operations on all tensors.
+
+    After every operation that is long enough for the engine's thread to go on, this one waits milliseconds until it
+    may. vLLM converts, copies and scales each of some 400 tensors by itself: seconds, on an engine that is busy.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_local_dir(str(folder), manager.max_position_embeddings)
+    helper.validate_legal(manager.lora_config)
+    read = load_file(folder / "adapter_model.safetensors")
+    sizes, dtype = [tensor.numel() for tensor in read.values()], manager.lora_config.lora_dtype
+    # Pinned memory comes from the driver, which is slow and has the engine wait. So it is one piece, and PyTorch
+    # keeps the spare ones for the adapters to come, which are as large.
+    pinned = torch.cuda.is_available()
+    whole, *_ = [torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned) for _ in range(1 + spares)]
+    parts = zip(read.items(), whole.split(sizes), strict=True)  # type: ignore[no-untyped-call]
+    tensors = {name: part.view(tensor.shape) for (name, tensor), part in parts}
+    torch._foreach_copy_([*tensors.values()], [*read.values()])
+    torch._foreach_mul_(
+        [tensor for name, tensor in tensors.items() if ".lora_B." in name], helper.vllm_lora_scaling_factor
+    )
+    helper.vllm_lora_scaling_factor = 1.0
+    model = manager._adapter_manager.model
+    return manager._lora_model_cls.from_lora_tensors(
+        lora_id,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=getattr(model, "hf_to_vllm_mapper", None),
+        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+    )
 
 
 _ahead = ReadAhead()
