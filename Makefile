@@ -11,6 +11,8 @@ STAMP := .venv/.bucketrl-ready
 
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
+# uv leaves packages uncompiled: what is imported is compiled once, and not by each of some hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo demo-smollm2 test check clean
 

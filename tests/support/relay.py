@@ -63,6 +63,7 @@ def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -134,7 +135,7 @@ def faulty_relay(server: S3Server, plan: Plan, *, mount: str = "") -> Iterator[S
             pass  # closed connections are this relay's trade
 
     relay = Relay(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=relay.serve_forever, daemon=True)
+    thread = threading.Thread(target=relay.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         host = "localhost" if mount else "127.0.0.1"

@@ -28,7 +28,8 @@ BUCKET = "bucketrl-tests"
 _MOTO = """
 import logging, sys
 from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
+from werkzeug.serving import WSGIRequestHandler, make_server
+WSGIRequestHandler.disable_nagle_algorithm = True  # head and body are two packets: 40 ms for an acknowledgement
 server = make_server("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server.serve_forever()
