@@ -42,7 +42,8 @@ class Workload:
     dtype: str
     tolerance: float
     """Of the gradient's relative difference. The same micro-batches run on the same kind of device, so all that may
-    differ is the order of sums: float32 at the end, and whatever order a kernel's atomics take."""
+    differ is the order of sums: float32 at the end, and whatever order a kernel's atomics take, which shows as the
+    difference of one process to itself: twice that passes too."""
     groups: int
     prompt: tuple[int, int]
     """Least and greatest length."""
@@ -232,11 +233,13 @@ def main(arguments: argparse.Namespace) -> int:
             seeds=[0, 1, 2],
             notes="SmolLM2-135M's shape, random weights, bfloat16; LoRA on all linear layers. Medians of steps in "
             "turns on the same batch: one process, then all. Differences of gradients are relative to the norm; "
-            f"at most {WORKLOADS[kind].tolerance:.2g} passes. scaling_efficiency: speedup over processes.",
+            f"at most {WORKLOADS[kind].tolerance:.2g} passes, and twice that of one process to itself. "
+            "scaling_efficiency: speedup over processes.",
             folder=arguments.out,
         )
         print(f"record: {path}")
-    difference, most = figures["gradient_difference"], WORKLOADS[kind].tolerance
+    difference = figures["gradient_difference"]
+    most = max(WORKLOADS[kind].tolerance, 2 * figures["gradient_difference_of_one_to_itself"])
     if not difference <= most:
         print(f"FAILED  the gradients differ by {difference:.3g}, at most {most:.3g}", file=sys.stderr)
         return 1
