@@ -3,9 +3,19 @@ from pathlib import Path
 import pytest
 import torch
 from tests.learner.runs import CONFIG, STEPS, World
-from tests.learner.worlds import make_group, put_group, sample_group, save_tiny_model, stock_model
+from tests.learner.worlds import (
+    CPU,
+    make_group,
+    put_group,
+    replace_first,
+    sample_group,
+    save_tiny_model,
+    stock_model,
+    untrained_groups,
+)
 
 from bucketrl.bucket.stores.memory import MemoryStore
+from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.publish import save_adapter
 
@@ -26,7 +36,7 @@ def sampled(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mem
     """The trajectories of a whole run, all sampled with version 0: real ones, a group without signal, a
     corrupt attempt beside a good one, an attempt of another run."""
     folder = tmp_path_factory.mktemp("version-0")
-    save_adapter(folder, PolicyModel.load(model_folder, CONFIG, torch.device("cpu")))
+    save_adapter(folder, PolicyModel.load(model_folder, CONFIG, CPU))
     stock = stock_model(model_folder, folder)
     store = MemoryStore()
     for ordinal in range(2 * STEPS + 2):
@@ -35,6 +45,14 @@ def sampled(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mem
     torn = put_group(store, make_group(4, rewards=[1.0, 0.0], attempt="worker-0-0"))
     store.put(torn, store.get(torn)[:-50])
     return store
+
+
+@pytest.fixture(scope="session")
+def groups(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[TrajectoryGroup]:
+    """Three groups of different prompts, slightly off-policy, one completion partly masked."""
+    first, *others = untrained_groups(model_folder, tmp_path_factory.mktemp("adapter"), 3)
+    mask = (False, *first.trajectories[0].loss_mask[1:])
+    return [replace_first(first, loss_mask=mask), *others]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.publish import save_adapter
 
+CPU = torch.device("cpu")
 VOCAB = 64
 END = 1
 PROMPTS_PER_EPOCH = 10
@@ -86,6 +87,26 @@ def stock_model(model_folder: Path, adapter_folder: Path) -> Any:
     return PeftModel.from_pretrained(base, str(adapter_folder)).eval()
 
 
+def perturbed(folder: Path, config: RunConfig) -> PolicyModel:
+    """Both LoRA factors are non-zero, so that both have gradients."""
+    policy = PolicyModel.load(folder, config, CPU)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def never() -> bool:
+    """Whether a step is to stop."""
+    return False
+
+
 def count_even(tokens: Sequence[int]) -> float:
     """A reward that a policy can raise and that differs within most groups."""
     return sum(token % 2 == 0 for token in tokens) / len(tokens)
@@ -95,7 +116,7 @@ def count_even(tokens: Sequence[int]) -> float:
 def untrained_groups(model_folder: Path, folder: Path, count: int) -> list[TrajectoryGroup]:
     """`count` groups of the adapter of version 0, which is written into the empty `folder`."""
     config = make_config()
-    save_adapter(folder, PolicyModel.load(model_folder, config, torch.device("cpu")))
+    save_adapter(folder, PolicyModel.load(model_folder, config, CPU))
     stock = stock_model(model_folder, folder)
     return [sample_group(stock, ordinal, config=config, version=0) for ordinal in range(count)]
 
