@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bucketrl.kernels.gather import RowIndex, gather_rows
+from bucketrl.kernels.transfer import to_device
 from bucketrl.learner.packing import Segment
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,7 @@ class VarlenLayout:
         self._function = function
         self._longest = max(lengths), max(key_lengths)
         self._cumulative = tuple(
-            torch.tensor(np.cumsum([0, *each]), dtype=torch.int32, device=device)
-            for each in (lengths, key_lengths)
+            to_device(np.cumsum([0, *each], dtype=np.int32), device) for each in (lengths, key_lengths)
         )
         shared = any(segment.prefix is not None for segment in segments)
         self._key_rows = RowIndex.of(np.concatenate(rows), int(starts[-1]), device) if shared else None

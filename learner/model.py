@@ -15,6 +15,7 @@ from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import UserError
 from bucketrl.kernels.gather import RowIndex, gather_rows
 from bucketrl.kernels.logprob import EAGER_LOGITS_BYTES, linear_logprob
+from bucketrl.kernels.transfer import to_device
 from bucketrl.kernels.triton_here import triton_is_here
 from bucketrl.learner import activations, attention
 from bucketrl.learner.fused_block import fuse_blocks, restore_blocks
@@ -100,14 +101,14 @@ class PolicyModel:
         Both [N] float32, in nats; the first is differentiable in the adapter's parameters, the second if
         `entropy_grad`.
         """
-        targets = torch.from_numpy(batch.targets).to(self.device)
+        targets = to_device(batch.targets, self.device)
         temperature = self.config.sampling.temperature
         return self._linear_logprob(self.hidden(batch), targets, temperature, entropy_grad)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[N, H] what the output head reads to predict the loss tokens."""
         input_ids, position_ids = (
-            torch.from_numpy(array).to(self.device) for array in (batch.input_ids, batch.position_ids)
+            to_device(array, self.device) for array in (batch.input_ids, batch.position_ids)
         )
         rows = RowIndex.of(batch.rows, len(input_ids), self.device)
         return gather_rows(self._hidden(input_ids, position_ids, batch.segments), rows)

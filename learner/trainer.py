@@ -1,18 +1,18 @@
 """One step on one batch of groups: one optimizer update, or several in a row."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bucketrl.bucket.errors import IntegrityError
 from bucketrl.bucket.trajectories import TrajectoryGroup
+from bucketrl.kernels.transfer import to_device
 from bucketrl.learner import packing
 from bucketrl.learner.advantages import batch_advantages, overlong_penalty
 from bucketrl.learner.metrics import TokenStatistics, batch_metrics, token_metrics
@@ -87,10 +87,13 @@ class Trainer:
                 )
                 self._optimizer.zero_grad()
                 statistics += self._gradients.accumulate(update, denominators, stopping)
+                if update == len(updates) - 1:
+                    # While a GPU is still at the backward pass.
+                    metrics = token_metrics(statistics, step=step, algorithm=self._algorithm)
                 norms.append(self._optimizer.step(step, update))
         tokens = sum(len(item.input_ids) for item in kept)
         return (
-            token_metrics(statistics, step=step, algorithm=self._algorithm)
+            metrics
             | batch_metrics(rewards, advantages, dropped=len(sequences) - len(kept))
             | {
                 "grad_norm": max(norms),
@@ -127,11 +130,13 @@ class Replica:
     def accumulate(
         self, update: int, denominators: Denominators, stopping: Callable[[], bool]
     ) -> list[TokenStatistics]:
-        statistics = []
+        launched = []
         for batch, start in zip(self._updates[update], self._starts[update], strict=True):
             _check(stopping, self._step)
-            statistics.append(self._accumulate(batch, self._step, denominators, start, is_start=update == 0))
-        return statistics
+            launched.append(self._launch(batch, self._step, denominators, start, is_start=update == 0))
+        # Not before: a GPU has the next micro-batch in its queue when it ends one, and the last backward pass still
+        # runs when this returns.
+        return [each.statistics() for each in launched]
 
     def _start_logprobs(
         self, batches: Sequence[Sequence[MicroBatch]], step: int, stopping: Callable[[], bool]
@@ -150,7 +155,7 @@ class Replica:
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         return self._policy.logprobs(batch)[0]
 
-    def _accumulate(
+    def _launch(
         self,
         batch: MicroBatch,
         step: int,
@@ -158,7 +163,7 @@ class Replica:
         start: Tensor | None,
         *,
         is_start: bool,
-    ) -> TokenStatistics:
+    ) -> "_Launched":
         """Adds the micro-batch's gradient to the parameters'. `is_start`: the step has changed nothing yet."""
         reference = None
         if self._algorithm.kl_coefficient > 0:
@@ -171,21 +176,22 @@ class Replica:
         _, by_logprob, by_entropy = loss_and_gradients(
             self._algorithm, logprobs, entropy, proximal, samples, denominators
         )
+        # Before the backward pass, so that they are there before it ends.
+        launched = _Launched(
+            batch,
+            {
+                "logprobs": logprobs,
+                "entropy": entropy,
+                "proximal_logprobs": proximal,
+                "start_logprobs": logprobs if is_start else start,
+                "reference_logprobs": reference,
+            },
+        )
         if by_entropy is None:
             torch.autograd.backward(logprobs, by_logprob)
         else:
             torch.autograd.backward([logprobs, entropy], [by_logprob, by_entropy])
-        return TokenStatistics(
-            logprobs=_numpy(logprobs),
-            entropy=_numpy(entropy),
-            behaviour_logprobs=batch.behaviour_logprobs,
-            advantages=batch.advantages,
-            versions=batch.versions,
-            sequence_ids=batch.sequence_ids,
-            proximal_logprobs=_if_there(proximal),
-            start_logprobs=_if_there(logprobs if is_start else start),
-            reference_logprobs=_if_there(reference),
-        )
+        return launched
 
     def _samples(
         self, batch: MicroBatch, step: int, start: Tensor | None, reference: Tensor | None
@@ -193,7 +199,7 @@ class Replica:
         # The tokens of a completion lie side by side.
         starts = np.flatnonzero(np.diff(batch.sequence_ids, prepend=-1))
         behaviour, advantages, lag, cu_seqlens = (
-            torch.from_numpy(array).to(self._policy.device)
+            to_device(array, self._policy.device)
             for array in (
                 batch.behaviour_logprobs,
                 batch.advantages[starts],
@@ -211,6 +217,33 @@ class Replica:
         )
 
 
+class _Launched:
+    """A micro-batch that the device may still work on, and what it said, on its way to the host."""
+
+    def __init__(self, batch: MicroBatch, said: Mapping[str, Tensor | None]) -> None:
+        self._batch = batch
+        self._copies = {
+            name: tensor.detach().to("cpu", non_blocking=True)
+            for name, tensor in said.items()
+            if tensor is not None
+        }
+        device = next(tensor.device for tensor in said.values() if tensor is not None)
+        self._copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def statistics(self) -> TokenStatistics:
+        """Waits for the copies, and for nothing that was launched after them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        batch = self._batch
+        return TokenStatistics(
+            behaviour_logprobs=batch.behaviour_logprobs,
+            advantages=batch.advantages,
+            versions=batch.versions,
+            sequence_ids=batch.sequence_ids,
+            **{name: copy.numpy() for name, copy in self._copies.items()},
+        )
+
+
 def _parts(items: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
     """Whole groups in order, in `count` parts of about as many groups each; fewer if there are fewer groups."""
     groups = [list(members) for _, members in groupby(items, key=lambda item: item.group)]
@@ -222,12 +255,3 @@ def _parts(items: Sequence[TokenSequence], count: int) -> list[list[TokenSequenc
 def _check(stopping: Callable[[], bool], step: int) -> None:
     if stopping():
         raise Stopped(f"asked to stop in step {step}, before its end")
-
-
-def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = tensor.detach().cpu().numpy()
-    return array
-
-
-def _if_there(tensor: Tensor | None) -> npt.NDArray[Any] | None:
-    return None if tensor is None else _numpy(tensor)

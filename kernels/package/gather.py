@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bucketrl.kernels.transfer import to_device
 from bucketrl.kernels.triton_here import triton_is_here
 
 
@@ -26,7 +27,7 @@ class RowIndex:
         """rows: [K], each in 0 … length - 1, which is not checked."""
         starts = np.cumsum([0, *np.bincount(rows, minlength=length)])
         arrays = rows, np.argsort(rows, kind="stable"), starts
-        return cls(*(torch.from_numpy(each).to(device) for each in arrays))
+        return cls(*(to_device(each, device) for each in arrays))
 
 
 def gather_rows(source: Tensor, index: RowIndex) -> Tensor:
