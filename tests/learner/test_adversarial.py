@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.learner.worlds import make_config, untrained_groups
+from tests.learner.worlds import CPU, make_config, never, untrained_groups
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -22,12 +22,6 @@ from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
 from bucketrl.learner.publish import save_adapter
 from bucketrl.learner.trainer import Trainer
-
-CPU = torch.device("cpu")
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 from tests.learner.worlds import (
+    CPU,
     make_config,
     make_run,
+    never,
     put_group,
     untrained_groups,
 )
@@ -43,7 +45,6 @@ from bucketrl.learner.optimizer import Optimizer
 from bucketrl.learner.parts import Stopped
 from bucketrl.learner.trainer import Trainer
 
-CPU = torch.device("cpu")
 GROUPS = 6
 TOLERANCE = 1e-6
 
@@ -58,10 +59,6 @@ def load_double(folder: Path, config: RunConfig, device: torch.device) -> Policy
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     policy._peft.double()
     return policy
-
-
-def never() -> bool:
-    return False
 
 
 @pytest.fixture(scope="module")
