@@ -5,9 +5,9 @@ vLLM reads, converts and packs an adapter between two decode steps, and every re
 does so, and `add_lora` finds the adapter ready; what is left to it is the copy to the device.
 """
 
+import copy
 import logging
 import threading
-from pathlib import Path
 from typing import Any
 
 from bucketrl.rollout_worker.engines import parent_watch  # noqa: F401 - importing it begins the watch
@@ -44,7 +44,7 @@ class ReadAhead:
             manager._load_adapter = lambda request: (
                 self._ready.pop(request.lora_int_id, None) or load(request)
             )
-        arguments = (manager, name, lora_id, Path(path), spares)
+        arguments = (manager, name, lora_id, path, spares)
         thread = threading.Thread(target=self._read, args=arguments, name="adapter", daemon=True)
         self._threads[lora_id] = thread
         thread.start()
@@ -55,14 +55,19 @@ class ReadAhead:
         del self._threads[lora_id]
         return True
 
-    def _read(self, manager: Any, name: str, lora_id: int, folder: Path, spares: int) -> None:
+    def _read(self, manager: Any, name: str, lora_id: int, path: str, spares: int) -> None:
         import torch
+        from vllm.lora.request import LoRARequest
 
         # Of this thread alone. A new thread's first parallel operation starts a team of threads, and each later one
         # waits until the last of them got a core.
         torch.set_num_threads(1)
         try:
-            adapter = _read_at_once(manager, lora_id, folder, spares)
+            reader = copy.copy(manager)
+            reader._lora_model_cls = _in_one_piece(manager._lora_model_cls, spares)
+            # Of the class: the instance's own one would ask here.
+            adapter = type(manager)._load_adapter(reader, LoRARequest(name, lora_id, path))
+            _scale(adapter)
             manager._adapter_manager._create_merged_loras_inplace(adapter)
         except Exception as error:  # noqa: BLE001 - vLLM reads it again, and reports what is wrong as it always does
             logger.warning("adapter %s was not read ahead: %s", name, error)
@@ -70,42 +75,37 @@ class ReadAhead:
             self._ready[lora_id] = adapter
 
 
-def _read_at_once(manager: Any, lora_id: int, folder: Path, spares: int) -> Any:
-    """What vLLM's `_load_adapter` makes, in few operations on all tensors.
+def _in_one_piece(model_class: Any, spares: int) -> Any:
+    """vLLM's LoRAModel, converting and pinning all tensors at once instead of each by itself.
 
-    After every operation that is long enough for the engine's thread to go on, this one waits milliseconds until it
-    may. vLLM converts, copies and scales each of some 400 tensors by itself: seconds, on an engine that is busy.
+    After every operation that is long enough for the engine's thread to go on, a thread waits milliseconds until it
+    may: with some on each of 400 tensors seconds, beside an engine that is busy. Pinned memory moreover comes from
+    the driver, which is slow and has the engine wait: PyTorch keeps that of the spare pieces for the adapters to
+    come, which are as large.
     """
     import torch
-    from safetensors.torch import load_file
-    from vllm.lora.peft_helper import PEFTHelper
 
-    helper = PEFTHelper.from_local_dir(str(folder), manager.max_position_embeddings)
-    helper.validate_legal(manager.lora_config)
-    read = load_file(folder / "adapter_model.safetensors")
-    sizes, dtype = [tensor.numel() for tensor in read.values()], manager.lora_config.lora_dtype
-    # Pinned memory comes from the driver, which is slow and has the engine wait. So it is one piece, and PyTorch
-    # keeps the spare ones for the adapters to come, which are as large.
-    pinned = torch.cuda.is_available()
-    whole, *_ = [torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned) for _ in range(1 + spares)]
-    parts = zip(read.items(), whole.split(sizes), strict=True)  # type: ignore[no-untyped-call]
-    tensors = {name: part.view(tensor.shape) for (name, tensor), part in parts}
-    torch._foreach_copy_([*tensors.values()], [*read.values()])
-    torch._foreach_mul_(
-        [tensor for name, tensor in tensors.items() if ".lora_B." in name], helper.vllm_lora_scaling_factor
-    )
-    helper.vllm_lora_scaling_factor = 1.0
-    model = manager._adapter_manager.model
-    return manager._lora_model_cls.from_lora_tensors(
-        lora_id,
-        tensors,
-        helper,
-        device="cpu",
-        dtype=dtype,
-        model_vocab_size=manager.vocab_size,
-        weights_mapper=getattr(model, "hf_to_vllm_mapper", None),
-        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
-    )
+    class InOnePiece(model_class):  # type: ignore[misc]
+        @classmethod
+        def from_lora_tensors(cls, *args: Any, tensors: dict[str, Any], dtype: Any, **options: Any) -> Any:
+            sizes, pinned = [tensor.numel() for tensor in tensors.values()], torch.cuda.is_available()
+            whole, *_ = [torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned) for _ in range(1 + spares)]
+            parts = zip(tensors.items(), whole.split(sizes), strict=True)  # type: ignore[no-untyped-call]
+            moved = {name: part.view(tensor.shape) for (name, tensor), part in parts}
+            torch._foreach_copy_([*moved.values()], [*tensors.values()])
+            return model_class.from_lora_tensors(*args, tensors=moved, dtype=dtype, **options)
+
+    return InOnePiece
+
+
+def _scale(adapter: Any) -> None:
+    """What vLLM does layer by layer when it packs them."""
+    import torch
+
+    layers = list(adapter.loras.values())
+    torch._foreach_mul_([layer.lora_b for layer in layers], [float(layer.scaling) for layer in layers])
+    for layer in layers:
+        layer.scaling = 1
 
 
 _ahead = ReadAhead()

@@ -7,120 +7,122 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from bucketrl.rollout_worker.engines.worker_extension import ReadAhead
 
 from .engine_contract import TARGETS, make_setting
 
 SCALING = 2.0
-TENSORS = {
-    "base_model.model.a.lora_A.weight": torch.randn(2, 5),
-    "base_model.model.a.lora_B.weight": torch.randn(3, 2),
-}
+TENSORS = {"a": torch.randn(2, 5), "b": torch.randn(3, 2)}
+
+
+class Model:
+    """As vLLM's LoRAModel, of one layer."""
+
+    def __init__(self, lora_id: int, tensors: dict[str, torch.Tensor]) -> None:
+        self.id = lora_id
+        self.loras = {"layer": SimpleNamespace(lora_a=tensors["a"], lora_b=tensors["b"], scaling=SCALING)}
+
+    @classmethod
+    def from_lora_tensors(cls, *, lora_model_id: int, tensors: dict[str, Any], dtype: Any) -> Any:
+        return cls(lora_model_id, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    @classmethod
+    def from_local_checkpoint(cls, lora_id: int) -> Any:
+        return cls.from_lora_tensors(lora_model_id=lora_id, tensors=dict(TENSORS), dtype=torch.bfloat16)
 
 
 class Manager:
     """The parts of vLLM's WorkerLoRAManager that matter here."""
 
-    max_position_embeddings = vocab_size = 100
-    lora_config = SimpleNamespace(lora_dtype=torch.bfloat16, max_cpu_loras=3)
+    lora_config = SimpleNamespace(max_cpu_loras=3)
 
     def __init__(self) -> None:
         self.read_by: list[str] = []
         self.threads: list[int] = []
-        self.packed: list[object] = []
-        self._adapter_manager = SimpleNamespace(
-            _create_merged_loras_inplace=self.packed.append, model=SimpleNamespace()
-        )
-        self._lora_model_cls = SimpleNamespace(from_lora_tensors=self._made)
+        self.packed: list[Any] = []
+        self._lora_model_cls: Any = Model
+        self._adapter_manager: Any = SimpleNamespace(_create_merged_loras_inplace=self.packed.append)
 
-    def _made(self, lora_id: int, tensors: dict[str, torch.Tensor], helper: Any, **options: Any) -> Any:
+    def _load_adapter(self, request: Any) -> Any:
         self.read_by.append(threading.current_thread().name)
         self.threads.append(torch.get_num_threads())
-        assert options["dtype"] == torch.bfloat16
-        return SimpleNamespace(id=lora_id, tensors=tensors, scaling=helper.vllm_lora_scaling_factor)
+        if request.lora_path == "/broken":
+            raise ValueError("unexpected modules")
+        return self._lora_model_cls.from_local_checkpoint(request.lora_int_id)
 
-    def _load_adapter(self, request: SimpleNamespace) -> str:
-        self.read_by.append(threading.current_thread().name)
-        if not Path(request.lora_path).is_dir():
-            raise ValueError("no such adapter")
-        return f"adapter {request.lora_int_id} by vLLM"
-
-    def add_adapter(self, lora_id: int, folder: Path) -> Any:
-        return self._load_adapter(SimpleNamespace(lora_int_id=lora_id, lora_path=str(folder)))
+    def add_adapter(self, lora_id: int, path: str = "/a") -> Any:
+        return self._load_adapter(SimpleNamespace(lora_int_id=lora_id, lora_path=path))
 
 
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def from_local_dir(folder: str, *_: Any) -> Any:
-        return SimpleNamespace(vllm_lora_scaling_factor=SCALING, validate_legal=lambda config: None)
-
-    module = ModuleType("vllm.lora.peft_helper")
-    vars(module)["PEFTHelper"] = SimpleNamespace(from_local_dir=from_local_dir)
-    monkeypatch.setitem(sys.modules, "vllm.lora.peft_helper", module)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    save_file(TENSORS, tmp_path / "adapter_model.safetensors")
-    return tmp_path
+    module = ModuleType("vllm.lora.request")
+    vars(module)["LoRARequest"] = lambda name, lora_id, path: SimpleNamespace(
+        lora_name=name,
+        lora_int_id=lora_id,
+        lora_path=path,
+        is_3d_lora_weight=False,
+        tensorizer_config_dict=None,
+    )
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", module)
 
 
-def read(ahead: ReadAhead, manager: Manager, lora_id: int, folder: Path) -> None:
-    ahead.begin(manager, f"v-{lora_id}", lora_id, str(folder))
+def read(ahead: ReadAhead, manager: Manager, lora_id: int, path: str = "/a") -> None:
+    ahead.begin(manager, f"v-{lora_id}", lora_id, path)
     deadline = time.monotonic() + 5
     while not ahead.is_over(lora_id):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_it_is_read_and_packed_in_a_thread_and_handed_over_once(folder: Path) -> None:
+def test_it_is_read_and_packed_in_a_thread_and_handed_over_once() -> None:
     ahead, manager = ReadAhead(), Manager()
-    read(ahead, manager, 1, folder)
-    read(ahead, manager, 2, folder)
-    second, first = manager.add_adapter(2, folder), manager.add_adapter(1, folder)
+    read(ahead, manager, 1)
+    read(ahead, manager, 2)
+    second, first = manager.add_adapter(2), manager.add_adapter(1)
     assert manager.packed == [first, second]
     assert (first.id, second.id) == (1, 2)
     assert manager.read_by == ["adapter", "adapter"]
-    assert manager.add_adapter(1, folder) == "adapter 1 by vLLM"  # it has evicted it and wants it again
+    manager.add_adapter(1)  # vLLM has evicted it and wants it again
+    assert manager.read_by[2:] == ["MainThread"]
 
 
-def test_it_is_converted_and_scaled_as_vllm_does(folder: Path) -> None:
+def test_it_is_converted_and_scaled_as_vllm_does_and_lies_in_one_piece() -> None:
     ahead, manager = ReadAhead(), Manager()
-    read(ahead, manager, 1, folder)
-    found = manager.add_adapter(1, folder)
-    assert found.scaling == 1.0
-    for name, tensor in TENSORS.items():
-        want = tensor.bfloat16()
-        torch.testing.assert_close(
-            found.tensors[name], want * SCALING if "lora_B" in name else want, rtol=0, atol=0
-        )
+    read(ahead, manager, 1)
+    layer = manager.add_adapter(1).loras["layer"]
+    assert layer.scaling == 1
+    assert torch.equal(layer.lora_a, TENSORS["a"].bfloat16())
+    assert torch.equal(layer.lora_b, TENSORS["b"].bfloat16() * SCALING)
+    assert layer.lora_a.untyped_storage().data_ptr() == layer.lora_b.untyped_storage().data_ptr()
 
 
-def test_the_reader_takes_one_core_and_leaves_the_others_theirs(folder: Path) -> None:
+def test_the_reader_takes_one_core_and_leaves_the_others_theirs() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         ahead, manager = ReadAhead(), Manager()
-        read(ahead, manager, 1, folder)
+        read(ahead, manager, 1)
         assert manager.threads == [1]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
 
-def test_what_cannot_be_read_ahead_is_left_to_vllm(folder: Path) -> None:
+def test_what_cannot_be_read_ahead_is_left_to_vllm() -> None:
     ahead, manager = ReadAhead(), Manager()
-    read(ahead, manager, 1, folder / "missing")
-    with pytest.raises(ValueError, match="no such adapter"):
-        manager.add_adapter(1, folder / "missing")
+    read(ahead, manager, 1, "/broken")
+    with pytest.raises(ValueError, match="unexpected modules"):
+        manager.add_adapter(1, "/broken")
     del manager._adapter_manager._create_merged_loras_inplace  # another version of vLLM
-    read(ahead, manager, 2, folder)
-    assert manager.add_adapter(2, folder) == "adapter 2 by vLLM"
+    read(ahead, manager, 2)
+    assert manager.add_adapter(2).loras["layer"].scaling == SCALING
+    assert manager.read_by[-1] == "MainThread"
 
 
 @pytest.mark.slow
@@ -129,21 +131,30 @@ def test_it_is_bit_for_bit_what_vllm_itself_reads(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()  # of the stand-in
     from vllm.config.lora import LoRAConfig
     from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
-    adapter = make_setting(tmp_path).adapters[1]
-    manager: Any = Manager()
-    manager._lora_model_cls = LoRAModel
-    manager.lora_config = LoRAConfig(max_lora_rank=16, max_cpu_loras=3, lora_dtype=torch.bfloat16)
-    ahead = ReadAhead()
-    read(ahead, manager, 1, adapter)
-    (found,) = manager.packed
-    helper = PEFTHelper.from_local_dir(str(adapter), None)
-    want = LoRAModel.from_local_checkpoint(
-        str(adapter), set(TARGETS), helper, lora_model_id=1, device="cpu", dtype=torch.bfloat16
-    )
+    class RealManager(Manager):
+        _load_adapter = WorkerLoRAManager._load_adapter
+        lora_config = LoRAConfig(max_lora_rank=16, max_cpu_loras=3, lora_dtype=torch.bfloat16)
+        max_position_embeddings = vocab_size = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._lora_model_cls = LoRAModel
+            self._adapter_manager = MagicMock(
+                supported_lora_modules=list(TARGETS), packed_modules_mapping={}, moe_ep_load_spec=None
+            )
+            self._adapter_manager.model = SimpleNamespace()
+
+    path = str(make_setting(tmp_path).adapters[1])
+    ahead, manager = ReadAhead(), RealManager()
+    want = manager._load_adapter(LoRARequest("by vLLM", 1, path))
+    read(ahead, manager, 1, path)
+    found = ahead._ready[1]
     assert found.loras.keys() == want.loras.keys()
-    for name, lora in want.loras.items():
-        lora.optimize()
-        assert torch.equal(found.loras[name].optimize().lora_b, lora.lora_b)
-        assert torch.equal(found.loras[name].lora_a, lora.lora_a)
+    for name, layer in want.loras.items():
+        assert layer.scaling != 1
+        layer.optimize()
+        assert torch.equal(found.loras[name].optimize().lora_b, layer.lora_b)
+        assert torch.equal(found.loras[name].lora_a, layer.lora_a)
