@@ -76,12 +76,11 @@ class ReadAhead:
 
 
 def _in_one_piece(model_class: Any, spares: int) -> Any:
-    """vLLM's LoRAModel, converting and pinning all tensors at once instead of each by itself.
+    """vLLM's LoRAModel, converting and pinning all tensors at once instead of each of some 400 by itself.
 
-    After every operation that is long enough for the engine's thread to go on, a thread waits milliseconds until it
-    may: with some on each of 400 tensors seconds, beside an engine that is busy. Pinned memory moreover comes from
-    the driver, which is slow and has the engine wait: PyTorch keeps that of the spare pieces for the adapters to
-    come, which are as large.
+    Pinned memory comes from the driver, which is slow and has the engine wait; PyTorch keeps that of the spare
+    pieces for the adapters to come, which are as large. And after an operation that is long enough for the engine's
+    thread to go on, a thread waits until it may: few operations, few waits.
     """
     import torch
 
