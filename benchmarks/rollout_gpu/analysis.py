@@ -57,6 +57,7 @@ def switch_figures(
         "commit_to_token_p99_s": round(percentile(total, 0.99), 3),
         "commit_to_token_max_s": round(max(total), 3),
         "commit_to_fetched_p50_s": round(median(s.begun - commits[v] for v, s in served.items()), 3),
+        "read_p50_s": round(median(s.read_s for s in served.values()), 3),
         "load_p50_s": round(median(s.loaded - s.begun for s in served.values()), 3),
         "load_to_token_p50_s": round(median(s.first_token - s.loaded for s in served.values()), 3),
         "switch_gap_ms": round(1e3 * median(extra), 1) if extra else float("nan"),

@@ -30,6 +30,8 @@ class Switch:
     """The adapter is on disk and verified, and handed to vLLM."""
     loaded: float = 0.0
     first_token: float = 0.0
+    read_s: float = 0.0
+    """Of the time until it was loaded: reading it ahead, beside the requests, for which the rest is a gap."""
 
 
 @dataclass
@@ -47,6 +49,14 @@ class Seen:
 
 class EndlessVllm(VllmEngine):
     """No token ends a completion."""
+
+    read_s = 0.0
+    """What reading the latest adapter ahead took."""
+
+    async def _read_ahead(self, request: Any) -> None:
+        begun = time.monotonic()
+        await super()._read_ahead(request)
+        self.read_s = time.monotonic() - begun
 
     async def _run(self, token_ids: tuple[int, ...], params: Any, request_id: str, adapter: Any) -> Any:
         params.ignore_eos = True
@@ -92,6 +102,7 @@ class MeasuredEngine:
         switch = self.seen.switches[version] = Switch(time.time())
         await self._engine.add_adapter(version, folder)
         switch.loaded = time.time()
+        switch.read_s = self._engine.read_s
         self._loaded.add(version)
         self._fresh.add(version)
         self.seen.folders[version] = folder
