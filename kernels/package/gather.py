@@ -25,7 +25,8 @@ class RowIndex:
     @classmethod
     def of(cls, rows: npt.NDArray[np.int64], length: int, device: torch.device) -> "RowIndex":
         """rows: [K], each in 0 … length - 1, which is not checked."""
-        starts = np.cumsum([0, *np.bincount(rows, minlength=length)])
+        starts = np.zeros(length + 1, dtype=np.int64)
+        np.cumsum(np.bincount(rows, minlength=length), out=starts[1:])
         arrays = rows, np.argsort(rows, kind="stable"), starts
         return cls(*(to_device(each, device) for each in arrays))
 
