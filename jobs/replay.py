@@ -21,6 +21,8 @@ from bucketrl.jobs.runs import read_log
 from bucketrl.learner.checkpoint import DESCRIPTION_FILE, Description, Environment
 from bucketrl.learner.main import LearnerOptions, run_learner
 
+KEEP = "keep everything with: bucketrl learner --keep 0"
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -42,7 +44,7 @@ def replay(
     if boundary:
         raise UserError(
             f"bucket {source.url}: garbage collection has removed what steps 1 to {boundary} trained on, and a "
-            "replay begins with step 1; keep everything with: bucketrl learner --keep 0"
+            f"replay begins with step 1; {KEEP}"
         )
     if any(True for _ in target.list("")):
         raise UserError(f"bucket {target.url}: is not empty; give a fresh one for the replay")
@@ -116,7 +118,7 @@ def _environment(store: Store, commit: StepRecord) -> Environment:
         raise UserError(
             f"bucket {store.url}: {file.key} is gone, and only it says with how many threads and processes step "
             f"{commit.step} was made; garbage collection leaves the newest {CHECKPOINTS_KEPT} checkpoints only; "
-            "keep everything with: bucketrl learner --keep 0"
+            f"{KEEP}"
         ) from None
     if description.environment.device != "cpu":
         raise UserError(

@@ -8,7 +8,7 @@ has no installable package: written here, in plain torch, from its description.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
@@ -111,15 +111,24 @@ def trl(chunk: int) -> Peer:
 
 @cache
 def _trl_kernels() -> Any:
-    """Its kernels alone: the package itself wants libraries that have nothing to do with them."""
-    spec = importlib.util.find_spec("trl")
+    utils = {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}
+    stand_ins = {"trl": {}, "trl.trainer": {}, "trl.trainer.utils": utils}
+    return _alone("trl.kernels.chunked_logprob", stand_ins)
+
+
+def _alone(name: str, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The module `name`, without what its packages import, which has nothing to do with it: of the modules in
+    `stand_ins` there is no more than is given. Raises ImportError."""
+    package, _, _ = name.partition(".")
+    spec = importlib.util.find_spec(package)
     if spec is None:
-        raise ImportError("trl is not installed")
-    for name in ("trl", "trl.trainer", "trl.trainer.utils"):
-        sys.modules[name] = ModuleType(name)
-    sys.modules["trl"].__path__ = list(spec.submodule_search_locations or [])
-    vars(sys.modules["trl.trainer.utils"])["maybe_gather_lm_head_ctx"] = lambda *_: nullcontext()
-    return importlib.import_module("trl.kernels.chunked_logprob")
+        raise ImportError(f"{package} is not installed")
+    for stand_in, contents in stand_ins.items():
+        module = sys.modules[stand_in] = ModuleType(stand_in)
+        below = stand_in.removeprefix(package).replace(".", "/")
+        module.__path__ = [folder + below for folder in spec.submodule_search_locations or []]
+        vars(module).update(contents)
+    return importlib.import_module(name)
 
 
 def liger_flce(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -146,22 +155,14 @@ def verl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def _verl_kernels() -> Any:
-    """Alone, as TRL's."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
-        raise ImportError("verl is not installed")
-    for name in ("verl", "verl.utils", "verl.utils.device"):
-        sys.modules[name] = ModuleType(name)
-    folders = list(spec.submodule_search_locations or [])
-    sys.modules["verl"].__path__ = folders
-    sys.modules["verl.utils"].__path__ = [f"{folder}/utils" for folder in folders]
-    vars(sys.modules["verl.utils.device"]).update(
-        get_device_capability=torch.cuda.get_device_capability,
-        get_device_name=lambda: "cuda",
-        get_torch_device=lambda: torch.cuda,
-        is_cuda_available=True,
-    )
-    return importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    device = {
+        "get_device_capability": torch.cuda.get_device_capability,
+        "get_device_name": lambda: "cuda",
+        "get_torch_device": lambda: torch.cuda,
+        "is_cuda_available": True,
+    }
+    stand_ins = {"verl": {}, "verl.utils": {}, "verl.utils.device": device}
+    return _alone("verl.utils.kernel.linear_cross_entropy", stand_ins)
 
 
 def verl_style(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tests.learner.worlds import (
     make_config,
     make_run,
     never,
+    perturbed,
     put_group,
     untrained_groups,
 )
@@ -52,11 +53,8 @@ TOLERANCE = 1e-6
 def load_double(folder: Path, config: RunConfig, device: torch.device) -> PolicyModel:
     """In float64: AdamW makes a step of full length from a gradient that is rounding alone. Both LoRA factors are
     non-zero, so that both have gradients."""
-    policy = PolicyModel.load(folder, config, device)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in policy.parameters.values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    assert device == CPU
+    policy = perturbed(folder, config)
     policy._peft.double()
     return policy
 

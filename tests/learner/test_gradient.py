@@ -7,8 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.learner.worlds import assert_same, make_config, never, perturbed, replace_first, stock_model
+from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.trajectories import TrajectoryGroup
 from bucketrl.learner.advantages import batch_advantages
 from bucketrl.learner.model import PolicyModel
@@ -86,18 +88,25 @@ def test_the_gradient_does_not_depend_on_the_split(
             torch.testing.assert_close(gradient, whole[name], rtol=0, atol=tolerance, msg=name)
 
 
+def stock_with_gradients(
+    model_folder: Path, folder: Path, config: RunConfig
+) -> tuple[Any, dict[str, nn.Parameter]]:
+    """Transformers' own model in float64 with the adapter of `perturbed`, and its parameters by our names."""
+    save_adapter(folder, perturbed(model_folder, config))
+    stock = stock_model(model_folder, folder).double()
+    return stock, {
+        name.replace(".default.", "."): parameter.requires_grad_()
+        for name, parameter in stock.named_parameters()
+        if "lora_" in name
+    }
+
+
 def test_the_gradient_is_that_of_the_formula_on_full_logits(
     model_folder: Path, groups: list[TrajectoryGroup], tmp_path: Path
 ) -> None:
     """Transformers' own forward, sequence by sequence, float64, the loss written out once more."""
     config = make_config()
-    save_adapter(tmp_path, perturbed(model_folder, config))
-    stock = stock_model(model_folder, tmp_path).double()
-    parameters = {
-        name.replace(".default.", "."): parameter.requires_grad_()
-        for name, parameter in stock.named_parameters()
-        if "lora_" in name
-    }
+    stock, parameters = stock_with_gradients(model_folder, tmp_path, config)
     items = sequences(groups)
     for item in items:
         logits = stock(input_ids=torch.from_numpy(item.input_ids)[None]).logits[0, item.rows]
@@ -119,13 +128,7 @@ def test_reference_and_entropy_are_those_of_full_logits(
     """The same for a loss that needs the base model, a differentiable entropy and whole completions."""
     algorithm = {"name": "gspo", "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "clip_low": 0.1}
     config = make_config(algorithm=algorithm | {"clip_high": 0.1})
-    save_adapter(tmp_path, perturbed(model_folder, config))
-    stock = stock_model(model_folder, tmp_path).double()
-    parameters = {
-        name.replace(".default.", "."): parameter.requires_grad_()
-        for name, parameter in stock.named_parameters()
-        if "lora_" in name
-    }
+    stock, parameters = stock_with_gradients(model_folder, tmp_path, config)
     advantages = batch_advantages(
         [[t.reward for t in g.trajectories] for g in groups], "group_mean", "group_std"
     )
