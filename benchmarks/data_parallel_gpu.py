@@ -27,9 +27,9 @@ from bucketrl.bucket.keys import GroupId
 from bucketrl.bucket.trajectories import Trajectory, TrajectoryGroup
 from bucketrl.jobs import benchmark_record
 from bucketrl.learner.data_parallel import DataParallel, Peers
+from bucketrl.learner.flat import flat, flat_gradients
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer
-from bucketrl.learner.peer_process import flat, flat_gradients
 from bucketrl.learner.trainer import Gradients, Trainer
 
 ROOT = Path(__file__).parents[1]

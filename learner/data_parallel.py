@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bucketrl.bucket.errors import BucketrlError, UserError
+from bucketrl.learner.flat import flat, flat_gradients, views
 from bucketrl.learner.metrics import TokenStatistics
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.objective import Denominators
@@ -36,11 +37,8 @@ from bucketrl.learner.peer_process import (
     Load,
     Reduce,
     Task,
-    flat,
-    flat_gradients,
     join,
     serve,
-    views,
 )
 from bucketrl.learner.trainer import Replica
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, parent_process
@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bucketrl.bucket.errors import BucketrlError, UserError
+from bucketrl.learner.flat import flat, flat_gradients, views
 from bucketrl.learner.metrics import TokenStatistics
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.objective import Denominators
@@ -76,23 +77,6 @@ class Failed:
 
 Task = Begin | Accumulate
 Answer = list[TokenStatistics]
-
-
-def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """[sum of their sizes]"""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def views(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter with its part of `flat`, in its shape."""
-    sizes = [parameter.numel() for parameter in parameters.values()]
-    for parameter, part in zip(parameters.values(), torch.split(flat, sizes), strict=True):
-        yield parameter, part.view_as(parameter)
-
-
-def flat_gradients(parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """Zero where a rank had no micro-batch."""
-    return flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()])
 
 
 def join(rank: int, size: int, device: torch.device, store: Path) -> None:
