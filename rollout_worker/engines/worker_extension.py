@@ -5,7 +5,6 @@ vLLM reads, converts and packs an adapter between two decode steps, and every re
 does so, and `add_lora` finds the adapter ready; what is left to it is the copy to the device.
 """
 
-import copy
 import logging
 import threading
 from typing import Any
@@ -37,15 +36,14 @@ class ReadAhead:
 
     def begin(self, manager: Any, name: str, lora_id: int, path: str) -> None:
         """`manager` is vLLM's WorkerLoRAManager; from now on it asks here first."""
-        spares = 0
         if "_load_adapter" not in vars(manager):
-            spares = manager.lora_config.max_cpu_loras
             load = manager._load_adapter
             manager._load_adapter = lambda request: (
                 self._ready.pop(request.lora_int_id, None) or load(request)
             )
-        arguments = (manager, name, lora_id, path, spares)
-        thread = threading.Thread(target=self._read, args=arguments, name="adapter", daemon=True)
+        thread = threading.Thread(
+            target=self._read, args=(manager, name, lora_id, path), name="adapter", daemon=True
+        )
         self._threads[lora_id] = thread
         thread.start()
 
@@ -55,56 +53,21 @@ class ReadAhead:
         del self._threads[lora_id]
         return True
 
-    def _read(self, manager: Any, name: str, lora_id: int, path: str, spares: int) -> None:
+    def _read(self, manager: Any, name: str, lora_id: int, path: str) -> None:
         import torch
         from vllm.lora.request import LoRARequest
 
         # Of this thread alone. A new thread's first parallel operation starts a team of threads, and each later one
-        # waits until the last of them got a core.
+        # waits until the last of them got a core: on a busy machine that took seconds.
         torch.set_num_threads(1)
         try:
-            reader = copy.copy(manager)
-            reader._lora_model_cls = _in_one_piece(manager._lora_model_cls, spares)
             # Of the class: the instance's own one would ask here.
-            adapter = type(manager)._load_adapter(reader, LoRARequest(name, lora_id, path))
-            _scale(adapter)
+            adapter = type(manager)._load_adapter(manager, LoRARequest(name, lora_id, path))
             manager._adapter_manager._create_merged_loras_inplace(adapter)
         except Exception as error:  # noqa: BLE001 - vLLM reads it again, and reports what is wrong as it always does
             logger.warning("adapter %s was not read ahead: %s", name, error)
         else:
             self._ready[lora_id] = adapter
-
-
-def _in_one_piece(model_class: Any, spares: int) -> Any:
-    """vLLM's LoRAModel, converting and pinning all tensors at once instead of each of some 400 by itself.
-
-    Pinned memory comes from the driver, which is slow and has the engine wait; PyTorch keeps that of the spare
-    pieces for the adapters to come, which are as large. And after an operation that is long enough for the engine's
-    thread to go on, a thread waits until it may: few operations, few waits.
-    """
-    import torch
-
-    class InOnePiece(model_class):  # type: ignore[misc]
-        @classmethod
-        def from_lora_tensors(cls, *args: Any, tensors: dict[str, Any], dtype: Any, **options: Any) -> Any:
-            sizes, pinned = [tensor.numel() for tensor in tensors.values()], torch.cuda.is_available()
-            whole, *_ = [torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned) for _ in range(1 + spares)]
-            parts = zip(tensors.items(), whole.split(sizes), strict=True)  # type: ignore[no-untyped-call]
-            moved = {name: part.view(tensor.shape) for (name, tensor), part in parts}
-            torch._foreach_copy_([*moved.values()], [*tensors.values()])
-            return model_class.from_lora_tensors(*args, tensors=moved, dtype=dtype, **options)
-
-    return InOnePiece
-
-
-def _scale(adapter: Any) -> None:
-    """What vLLM does layer by layer when it packs them."""
-    import torch
-
-    layers = list(adapter.loras.values())
-    torch._foreach_mul_([layer.lora_b for layer in layers], [float(layer.scaling) for layer in layers])
-    for layer in layers:
-        layer.scaling = 1
 
 
 _ahead = ReadAhead()
