@@ -9,6 +9,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 COLOURS = ("#6b7280", "#2563eb", "#b45309", "#15803d", "#be123c", "#7c3aed", "#0891b2")
+SPACING = 0.035
+"""Between the methods' marks at one lag, of the distance to the next lag: their spreads would lie on each other."""
 
 
 def plot(table: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
@@ -17,8 +19,9 @@ def plot(table: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         lags = sorted({int(lag) for by_lag in table.values() for lag in by_lag})
-        for (method, by_lag), colour in zip(table.items(), COLOURS, strict=False):
-            places = [lags.index(int(lag)) for lag in sorted(by_lag, key=int)]
+        for index, ((method, by_lag), colour) in enumerate(zip(table.items(), COLOURS, strict=False)):
+            aside = SPACING * (index - (len(table) - 1) / 2)
+            places = [lags.index(int(lag)) + aside for lag in sorted(by_lag, key=int)]
             values = [by_lag[lag] for lag in sorted(by_lag, key=int)]
             means, spreads = [v[0] for v in values], [v[1] for v in values]
             axes.errorbar(
