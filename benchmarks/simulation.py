@@ -1,8 +1,9 @@
 """python -m benchmarks.simulation [SEEDS]: invariants under injected faults, and planted faults found.
 
-SEEDS defaults to 20000: hours on 2 cores; the seeds, their faults and their histories are the same everywhere.
+Hours on 2 cores; the seeds, their faults and their histories are the same everywhere.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -50,4 +51,6 @@ def main(seeds: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
+    parser.add_argument("seeds", nargs="?", type=int, default=20_000, help="default: %(default)s")
+    sys.exit(main(parser.parse_args().seeds))

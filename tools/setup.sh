@@ -18,7 +18,7 @@ done
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024) }')
 [ "$free" -ge 4096 ] || fail "only $free MB are free here; the environment needs about 4 GB"
 
-say "[1/4] Python $version in $folder; 3 GB in all, from half a minute to some minutes"
+say "[1/4] Python $version in $folder; 4 GB in all, from half a minute to some minutes"
 rm -rf "$folder"
 "$python" -m venv "$folder" || fail "python -m venv failed; on Debian and Ubuntu: apt install python$version-venv"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check --retries 2 "$@"; }

@@ -1,4 +1,4 @@
-"""python -m benchmarks.end_to_end_gpu: `examples/smollm2_mixture.toml` on one GPU, about 6 minutes.
+"""python -m benchmarks.end_to_end_gpu: `examples/smollm2_mixture.toml` on one GPU, about 8 minutes.
 
 `--device cpu`: all of it very small, nothing recorded unless --out says where.
 """
