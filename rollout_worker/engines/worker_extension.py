@@ -28,32 +28,42 @@ class WorkerExtension:
 
 
 class ReadAhead:
-    """The adapters that were read and that vLLM has not asked for yet, by id."""
+    """The adapters that are read, or were, and that vLLM has not asked for yet, by id."""
 
     def __init__(self) -> None:
-        self._ready: dict[int, Any] = {}
-        self._threads: dict[int, threading.Thread] = {}
+        self._readings: dict[int, _Reading] = {}
 
     def begin(self, manager: Any, name: str, lora_id: int, path: str) -> None:
         """`manager` is vLLM's WorkerLoRAManager; from now on it asks here first."""
         if "_load_adapter" not in vars(manager):
             load = manager._load_adapter
-            manager._load_adapter = lambda request: (
-                self._ready.pop(request.lora_int_id, None) or load(request)
-            )
-        thread = threading.Thread(
-            target=self._read, args=(manager, name, lora_id, path), name="adapter", daemon=True
-        )
-        self._threads[lora_id] = thread
-        thread.start()
+            manager._load_adapter = lambda request: self._taken(request.lora_int_id) or load(request)
+        self._readings[lora_id] = _Reading(manager, name, lora_id, path)
+        self._readings[lora_id].start()
 
     def is_over(self, lora_id: int) -> bool:
-        if self._threads[lora_id].is_alive():
-            return False
-        del self._threads[lora_id]
-        return True
+        """May be asked again: all processes of an engine are, until the last of them has read it. An answer that is
+        an error would leave those of the others behind, for the next call to take for its own."""
+        return not self._readings[lora_id].is_alive()
 
-    def _read(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+    def _taken(self, lora_id: int) -> Any:
+        """None if it is not ready, and then its thread's result is nobody's."""
+        reading = self._readings.pop(lora_id, None)
+        return reading and reading.adapter
+
+
+class _Reading(threading.Thread):
+    """One adapter on its way."""
+
+    adapter: Any = None
+    """What vLLM makes of the files; None until it is read, and if it cannot be."""
+
+    def __init__(self, manager: Any, name: str, lora_id: int, path: str) -> None:
+        super().__init__(name="adapter", daemon=True)
+        self._manager = manager
+        self._which = (name, lora_id, path)
+
+    def run(self) -> None:
         import torch
         from vllm.lora.request import LoRARequest
 
@@ -62,12 +72,12 @@ class ReadAhead:
         torch.set_num_threads(1)
         try:
             # Of the class: the instance's own one would ask here.
-            adapter = type(manager)._load_adapter(manager, LoRARequest(name, lora_id, path))
-            manager._adapter_manager._create_merged_loras_inplace(adapter)
+            adapter = type(self._manager)._load_adapter(self._manager, LoRARequest(*self._which))
+            self._manager._adapter_manager._create_merged_loras_inplace(adapter)
         except Exception as error:  # noqa: BLE001 - vLLM reads it again, and reports what is wrong as it always does
-            logger.warning("adapter %s was not read ahead: %s", name, error)
+            logger.warning("adapter %s was not read ahead: %s", self._which[0], error)
         else:
-            self._ready[lora_id] = adapter
+            self.adapter = adapter
 
 
 _ahead = ReadAhead()

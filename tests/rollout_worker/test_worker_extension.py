@@ -72,6 +72,22 @@ def test_the_reader_takes_one_core_and_leaves_the_others_theirs() -> None:
         torch.set_num_threads(before)
 
 
+def test_the_processes_of_an_engine_are_asked_until_the_last_has_read_it() -> None:
+    """Those that are done answer each time, and what is read too late for vLLM is kept by nobody."""
+    ahead, manager = ReadAhead(), Manager()
+    read(ahead, manager, 1)
+    assert ahead.is_over(1)
+    gate = threading.Event()
+    manager._adapter_manager._create_merged_loras_inplace = lambda adapter: gate.wait(5)
+    ahead.begin(manager, "v-2", 2, "/a")
+    assert not ahead.is_over(2)
+    assert manager.add_adapter(2) == "adapter 2 of /a"
+    assert manager.read_by[-1] == "MainThread"
+    gate.set()
+    manager.add_adapter(1)
+    assert ahead._readings == {}
+
+
 def test_what_cannot_be_read_ahead_is_left_to_vllm() -> None:
     ahead, manager = ReadAhead(), Manager()
     read(ahead, manager, 1, "/broken")
