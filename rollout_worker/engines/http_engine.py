@@ -5,7 +5,7 @@
 
 The server must see the worker's cache folder under the same path: adapters are named to it by path. It must
 be one process (`--api-server-count 1`): an adapter is loaded by the process that answers. `start` checks all
-of that, as does the first request after the server was restarted.
+of that. A server that was restarted is another engine: this one has died then.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from bucketrl.rollout_worker.blocking import in_thread
 from bucketrl.rollout_worker.engine import (
     DroppedCompletion,
     EngineCapacity,
+    EngineDied,
     SampledCompletion,
     SamplingRequest,
 )
@@ -66,7 +67,7 @@ _FAREWELL_S = 2.0
 
 @dataclass(slots=True)
 class _Adapter:
-    """One that the server has, or had before it was restarted."""
+    """One that the server has, or had before somebody unloaded it."""
 
     label: str
     folder: Path
@@ -247,16 +248,17 @@ class HttpEngine:
         return await self._server.persist(lambda: call(adapter.name))
 
     async def _load_again(self, adapter: _Adapter, lost: str) -> None:
-        """Once, whoever else has missed `lost`. Raises UserError if a restarted server is not as it has to be."""
+        """Once, whoever else has missed `lost`. Raises EngineDied if the server was restarted: then it has to be
+        checked again, and each version proved, before it draws anything."""
         async with self._loading:
             if adapter.name != lost:
                 return
             if self._base.name not in await self._server.persist(self._server.models):
-                logger.warning("the engine's server has lost its adapters; checking it again")
-                await self._check_server()
-            if adapter.name == lost:
-                logger.warning("the engine's server has lost adapter %s; loading it again", lost)
-                await self._load(adapter)
+                raise EngineDied(
+                    f"engine {self._server.url}: the server has lost its adapters; was it restarted?"
+                )
+            logger.warning("the engine's server has lost adapter %s; loading it again", lost)
+            await self._load(adapter)
 
     async def abort(self, request_id: str) -> None:
         task, drawn = self._running.get(request_id, (None, None))

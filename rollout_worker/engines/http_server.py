@@ -147,11 +147,12 @@ class VllmServer:
             raise ServerAway(0, f"{self.url}: the stream ended early")
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """`call`, again and again while the server is away, for OUTAGE_S at most.
+        """`call`, again and again while the server is away, for OUTAGE_S at most after its first failure: how long
+        it waited for its turn before that is no outage.
 
         Raises UserError if it has not answered until then, ServerRefused if it said to come again.
         """
-        start, failures = time.monotonic(), 0
+        away_since, failures = 0.0, 0
         while True:
             try:
                 result = await call()
@@ -160,8 +161,9 @@ class VllmServer:
                     self._answers = False
                     logger.warning("the engine's server does not serve (%s); trying again", error)
                 delay = min(RETRY_S * 2**failures, RETRY_CAP_S) * self._rng.uniform(0.5, 1.0)
+                away_since = away_since if failures else time.monotonic()
                 failures += 1
-                if time.monotonic() - start + delay <= OUTAGE_S:
+                if time.monotonic() - away_since + delay <= OUTAGE_S:
                     await asyncio.sleep(delay)
                 elif error.status:
                     raise ServerRefused(error.status, f"{error}, for {OUTAGE_S:g} s") from None

@@ -46,6 +46,8 @@ class FakeVllm:
         self.bad_logprob: float | None = 0.0
         """Sent instead of the fourth token's logprob unless it is 0."""
         self.token_s = 0.0
+        self.queue_s = 0.0
+        """Before the first token of a stream."""
         self.disconnected = 0
         self._looks = 0
         self.app = FastAPI()
@@ -125,6 +127,7 @@ class FakeVllm:
         self, served: str, prompt: list[int], tokens: list[Any], body: dict[str, Any]
     ) -> AsyncIterator[str]:
         cut = self.cuts.pop(0) if self.cuts else None
+        await asyncio.sleep(self.queue_s)
         try:
             for count, token in enumerate(tokens):
                 if count == cut:

@@ -18,14 +18,16 @@ from safetensors.numpy import save_file
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.jobs.arguments import parse
 from bucketrl.rollout_worker.engine import DroppedCompletion, EngineCapacity
-from bucketrl.rollout_worker.engines import create_engine, http_server
+from bucketrl.rollout_worker.engines import create_engine, http_server, member
 from bucketrl.rollout_worker.engines.http_checks import Draw, sampling_problem
 from bucketrl.rollout_worker.engines.http_engine import HttpEngine
+from bucketrl.rollout_worker.engines.pool import EnginePool
 from bucketrl.rollout_worker.engines.settings import EngineSettings
 from bucketrl.rollout_worker.options import WorkerOptions
 
 from .engine_contract import make_settings, request
 from .fake_vllm import FakeVllm, free_port, log_softmax, serving
+from .fakes import until
 from .tiny_model import RANK
 
 
@@ -182,22 +184,63 @@ async def test_adapters_that_the_server_lost_are_loaded_once_under_new_names(
 ) -> None:
     async with started(fake_url) as engine:
         before, first = await engine.generate(request(1, seed=1)), list(server.loads)
-        server.adapters.clear()
+        for name in first[1:]:
+            del server.adapters[name]
         drawn = await asyncio.gather(*(engine.generate(request(1 + n % 2, seed=1)) for n in range(24)))
         assert drawn[0] == before
         again = server.loads[len(first) :]
-        assert len(again) == 3, "the base and two versions"
+        assert len(again) == 2
         assert not set(again) & set(first)
 
 
+@pytest.fixture
+def pooled(
+    fake_settings: EngineSettings,
+    adapters: dict[int, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Any]:
+    """The same as a worker has it: in a pool, with version 1 proved."""
+    monkeypatch.setattr(member, "RESTART_S", 0.001)
+
+    @asynccontextmanager
+    async def start(url: str) -> AsyncIterator[EnginePool]:
+        make = lambda index: HttpEngine(fake_settings, url, cache_dir=tmp_path / "cache")  # noqa: E731
+        pool = EnginePool(make, 1, group_size=2)
+        try:
+            await pool.start()
+            await pool.add_adapter(1, adapters[1])
+            expected = await pool.score((1, 2, 3, 4), 1)
+            judge = lambda got: None if got == expected else "canary is off"  # noqa: E731
+            assert await pool.prove(1, (1, 2, 3, 4), judge) is None
+            yield pool
+        finally:
+            await pool.close()
+
+    return start
+
+
+@pytest.mark.parametrize("wrong", ["started with other flags", "another base model"])
 async def test_a_server_that_was_restarted_wrongly_serves_nothing(
-    server: FakeVllm, fake_url: str, started: Callable[..., Any]
+    server: FakeVllm, fake_url: str, pooled: Callable[..., Any], wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with started(fake_url) as engine:
+    """Until it is what it was: then each version is loaded and proved again."""
+    async with pooled(fake_url) as pool:
+        expected = await pool.generate(request(1, seed=1))
+        logits, words = server.logits, "--logprobs-mode"
+        if wrong == "another base model":
+            monkeypatch.setattr(server, "logits", lambda name, context: logits(name, [*context, 0]))
+            words = "version 1: canary is off"
+        else:
+            server.logprobs_mode = "raw_logprobs"
         server.adapters.clear()
-        server.logprobs_mode = "raw_logprobs"
-        with pytest.raises(UserError, match="--logprobs-mode"):
-            await engine.generate(request(1, seed=1))
+        asked = asyncio.create_task(pool.generate(request(1, seed=1)))
+        await until(lambda: words in pool.note)
+        assert not asked.done()
+        monkeypatch.undo()
+        server.logprobs_mode = "processed_logprobs"
+        assert await asyncio.wait_for(asked, 10) == expected
+        assert pool.note == ""
 
 
 async def test_the_base_model_is_never_taken_for_the_adapter(
@@ -232,10 +275,10 @@ async def test_a_server_that_is_not_there_is_waited_for_and_named(
             pass
 
 
-async def test_requests_wait_while_the_server_restarts(server: FakeVllm, started: Callable[..., Any]) -> None:
+async def test_requests_wait_while_the_server_restarts(server: FakeVllm, pooled: Callable[..., Any]) -> None:
     async with AsyncExitStack() as engines:
         with serving(server.app) as port:
-            engine = await engines.enter_async_context(started(f"http://127.0.0.1:{port}"))
+            engine = await engines.enter_async_context(pooled(f"http://127.0.0.1:{port}"))
             expected = await engine.generate(request(1, seed=1))
         server.adapters.clear()
         waiting = asyncio.create_task(engine.generate(request(1, seed=1)))
@@ -243,6 +286,17 @@ async def test_requests_wait_while_the_server_restarts(server: FakeVllm, started
         assert not waiting.done()
         with serving(server.app, port):
             assert await waiting == expected
+
+
+async def test_waiting_for_its_turn_is_no_outage(
+    server: FakeVllm, fake_url: str, started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose connection breaks after a long wait in the server's queue is sent again."""
+    async with started(fake_url) as engine:
+        expected = await engine.generate(request(1, seed=1))
+        monkeypatch.setattr(http_server, "OUTAGE_S", 0.2)
+        server.queue_s, server.cuts = 0.3, [0]
+        assert await engine.generate(request(1, seed=1)) == expected
 
 
 async def test_a_stream_that_breaks_off(server: FakeVllm, fake_url: str, started: Callable[..., Any]) -> None:
