@@ -12,7 +12,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bucketrl.api.messages import PolicyHead
@@ -78,18 +78,23 @@ class Adapters:
             head = await policy.newer_than(self.newest)
             try:
                 await self.load(head)
-            except (IntegrityError, StoreError) as error:
+            except (IntegrityError, StoreError, OSError) as error:
                 self.problem = f"policy version {head.version} is not served: {error}"
                 logger.error("%s; trying again", self.problem)
-                await asyncio.sleep(min(RETRY_S * 2**failures, RETRY_CAP_S) * self._rng.uniform(0.5, 1.0))
+                delay = min(RETRY_S * 2**failures, RETRY_CAP_S) * self._rng.uniform(0.5, 1.0)
                 failures += 1
+                # A newer version may be sound, and is not to wait for this one.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await policy.newer_than(head.version)
             else:
                 self.problem = ""
                 failures = 0
                 await self.prune()
 
     async def load(self, head: PolicyHead) -> None:
-        """Makes `head.version` the newest. Raises IntegrityError or StoreError, and then serves as before."""
+        """Makes `head.version` the newest. Raises IntegrityError, StoreError or OSError (of the local disk), and
+        then serves as before."""
         record = await in_thread(_read_commit, self._store, self._run, head)
         version = record.policy.version
         # A path never used before, for caches that know an adapter by its path.
@@ -103,7 +108,7 @@ class Adapters:
             if failure is not None:
                 await self._engine.remove_adapter(version)
                 raise IntegrityError(f"the engine does not serve it: {failure}")
-        except (IntegrityError, StoreError):
+        except (IntegrityError, StoreError, OSError):
             await in_thread(_remove_folder, folder)
             raise
         self._folders[version] = folder

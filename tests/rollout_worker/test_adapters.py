@@ -1,15 +1,19 @@
 """No version is served that is not, byte for byte and token for token, the one that the learner committed."""
 
 import asyncio
+import errno
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bucketrl.api.messages import PolicyHead
 from bucketrl.bucket import keys
+from bucketrl.bucket.artifacts import fetch
 from bucketrl.bucket.counting import requests_of
 from bucketrl.bucket.errors import IntegrityError
+from bucketrl.rollout_worker import adapters as adapters_module
 from bucketrl.rollout_worker.adapters import Adapters
 
 from .conftest import World
@@ -135,6 +139,31 @@ async def test_failures_are_reported_until_the_version_is_served(world: World) -
         await until(lambda: "policy version 0 is not served" in adapters.problem)
         await asyncio.wait_for(adapters.wait_for(0), 5)
         assert adapters.problem == ""
+
+
+async def test_a_full_disk_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter(range(2))
+
+    def full(*arguments: Any) -> Path:
+        if next(failures, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fetch(*arguments)
+
+    monkeypatch.setattr(adapters_module, "fetch", full)
+    async with world.working() as working:
+        await until(lambda: "No space left" in working.worker._adapters.problem)
+        await asyncio.wait_for(working.worker._adapters.wait_for(0), 5)
+
+
+async def test_a_newer_version_does_not_wait_for_one_that_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "RETRY_S", 60.0)
+    world.engine.serves_base = 1
+    async with world.working() as working:
+        await until(lambda: working.worker._adapters.problem)
+        world.learner.commit(consume=(0,))
+        await asyncio.wait_for(working.worker._adapters.wait_for(1), 5)
 
 
 @pytest.mark.parametrize("handed_on", ["the record", "another text", "nothing"])
