@@ -63,12 +63,14 @@ class DecodingBatch:
         """[B, cached + n]; 0 marks padding."""
         self._cache: Any = None
 
+    def wanted(self) -> bool:
+        """Whether anybody still wants a row; the others are dropped. Their version may be gone already."""
+        self._keep([row for row, pending in enumerate(self.rows) if not self._left(pending)])
+        return bool(self.rows)
+
     @torch.inference_mode()
     def step(self, model: Any) -> None:
         """Samples one token for every row and answers the rows that end with it."""
-        self._keep([row for row, pending in enumerate(self.rows) if not self._left(pending)])
-        if not self.rows:
-            return
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input.shape[1] :]
         output = model(
             input_ids=self._input,

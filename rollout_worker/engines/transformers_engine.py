@@ -168,7 +168,7 @@ class TransformersEngine:
     def _serve(self) -> None:
         try:
             while self._admit():
-                for batch in self._batches:
+                for batch in filter(DecodingBatch.wanted, self._batches):
                     with self._policy(batch.version):
                         batch.step(self._model)
                 self._batches = [batch for batch in self._batches if batch.rows]

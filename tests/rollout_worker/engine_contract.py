@@ -223,6 +223,25 @@ class EngineContract:
         assert any(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
         await kept
 
+    async def test_a_version_may_go_as_soon_as_its_requests_are_cancelled(
+        self, engine: Engine, setting: Setting
+    ) -> None:
+        await engine.add_adapter(3, setting.adapters[3])
+        for _ in range(3):
+            doomed = [
+                asyncio.create_task(engine.generate(request(3, n, max_tokens=400, temperature=0.0)))
+                for n in range(8)
+            ]
+            await asyncio.sleep(0.03)
+            for task in doomed:
+                task.cancel()
+            await asyncio.gather(*doomed, return_exceptions=True)
+            await engine.remove_adapter(3)
+            await engine.add_adapter(3, setting.adapters[3])
+        got = await engine.generate(request(3, seed=0))
+        assert mismatch(setting.policies[3], PROMPT, got, 1.0) < TOLERANCE
+        await engine.remove_adapter(3)
+
     async def test_an_aborted_request_returns_what_it_drew(self, engine: Engine, setting: Setting) -> None:
         """Its tokens begin the undisturbed completion, and their logprobs are those of the policy."""
         asked = [
