@@ -3,6 +3,10 @@
 vLLM imports this module in its worker process (by `worker_extension`), which is the moment when the watch
 begins. When the worker process dies, vLLM's engine process stops as well.
 
+An engine of several GPUs has a worker process for each, below the engine process. One that hangs on its GPU does
+not hear that the engine process was killed, and keeps the memory that the next engine needs: each watches its own
+parent as well.
+
 The process also leaves the rollout worker's process group: a signal to all of the group (Ctrl-C, a batch
 system's SIGTERM) would else end it before the rollout worker has collected what is being drawn.
 """
@@ -31,4 +35,5 @@ def _die_with(pid: int) -> None:
 _parent = int(os.environ.get(PARENT_VARIABLE, os.getpid()))
 if _parent != os.getpid():
     os.setpgid(0, 0)
-    threading.Thread(target=_die_with, args=(_parent,), name="parent watch", daemon=True).start()
+    for _pid in {_parent, os.getppid()}:
+        threading.Thread(target=_die_with, args=(_pid,), name="parent watch", daemon=True).start()

@@ -91,6 +91,10 @@ class VllmEngine:
                     for process in self._llm.engine_core.resources.engine_manager.processes:
                         process.kill()
                     return
+                except EngineDied:
+                    raise
+                except Exception as error:  # noqa: BLE001 - it answers, whatever it says
+                    logger.warning("vLLM does not say which adapters it has: %s", error)
 
     def _build(self) -> None:
         set_environment()

@@ -19,6 +19,35 @@ time.sleep(60)
 """
 
 
+# An engine process, started by this one, with a worker process below it.
+ENGINE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import bucketrl.rollout_worker.engines.parent_watch as w, time; print('up', flush=True); time.sleep(60)"],
+    stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_engine_process_takes_its_workers_along() -> None:
+    """Though the rollout worker lives: the next engine needs their memory."""
+    environment = os.environ | {"BUCKETRL_ENGINE_PARENT": str(os.getpid())}
+    with subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, env=environment) as engine:
+        assert engine.stdout is not None
+        worker = os.pidfd_open(int(engine.stdout.readline()))
+        poll = select.poll()
+        poll.register(worker, select.POLLIN)
+        assert poll.poll(100) == []
+        engine.send_signal(signal.SIGKILL)
+        ended = poll.poll(5000) != []
+        if not ended:
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+        assert ended
+    os.close(worker)
+
+
 def test_a_killed_parent_takes_the_engine_along() -> None:
     """Though a signal to the parent's process group does not reach it."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
