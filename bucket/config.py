@@ -15,8 +15,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM has kernels (`max_lora_rank`)."""
 
-UNSERVABLE_MODULES = ("lm_head", "embed_tokens")
-"""vLLM is started without adapters on them, and where the two are tied one adapter would change both."""
+UNSERVABLE_MODULES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "wpe")
+"""Embeddings and heads, as architectures call them. vLLM is started without adapters on them, and where the two are
+tied one adapter would change both."""
 
 _UNSERVABLE_LORA = {
     "use_dora": "vLLM cannot serve DoRA",

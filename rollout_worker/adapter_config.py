@@ -64,7 +64,7 @@ def _check_targets(found: Any, wanted: str | tuple[str, ...]) -> None:
         if not isinstance(found, list) or not found:
             raise _mismatch("target_modules", found, wanted)
         if any(str(target).split(".")[-1] in UNSERVABLE_MODULES for target in found):
-            raise _mismatch("target_modules", found, f"{wanted} without {' or '.join(UNSERVABLE_MODULES)}")
+            raise _mismatch("target_modules", found, f"{wanted} without embeddings and head")
 
 
 def _mismatch(field: str, found: Any, want: Any) -> IntegrityError:

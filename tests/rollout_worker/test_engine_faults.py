@@ -164,6 +164,7 @@ class TestTransformersFaults(AdapterFaults):
         ("alpha = nan", ("lora.alpha",)),
         ("target_modules = []", ("target_modules is empty",)),
         ('target_modules = ["q_proj", "lm_head"]', ("lm_head", "cannot be served")),
+        ('target_modules = ["c_attn", "wte"]', ("wte", "cannot be served")),
         ('target_modules = ["model.embed_tokens"]', ("model.embed_tokens", "cannot be served")),
     ],
 )

@@ -79,6 +79,14 @@ class TestVllmEngine(EngineContract):
         assert mismatch(setting.policies[3], engine_contract.PROMPT, got, 1.0) < TOLERANCE
         await engine.remove_adapter(3)
 
+    async def test_a_removed_version_has_left_the_engine(self, engine: Any, setting: Setting) -> None:
+        assert engine._llm.vllm_config.lora_config.max_loras == make_settings(setting.model).adapter_slots
+        await engine.add_adapter(3, setting.adapters[3])
+        lora_id = engine._adapters[3].lora_int_id
+        assert lora_id in await engine._llm.list_loras()
+        await engine.remove_adapter(3)
+        assert lora_id not in await engine._llm.list_loras()
+
     async def test_a_broken_adapter_is_refused_and_the_others_stay(
         self, engine: Engine, tmp_path: Path
     ) -> None:
@@ -109,6 +117,9 @@ class TestVllmExactness(Exactness):
         for source in (11, 12):
             await engine.add_adapter(30, learned.adapters[source])
             for seed in (1, 2):
+                # Neither wipes the cache.
+                await engine.add_adapter(31, learned.adapters[13])
+                await engine.remove_adapter(31)
                 drawn = await engine.generate(request(30, seed=seed, prompt=prompt))
                 scores = learned.policies[1.0][source].score(prompt + drawn.token_ids)[len(prompt) - 1 :]
                 assert drawn.logprobs == pytest.approx(scores, abs=1e-3)

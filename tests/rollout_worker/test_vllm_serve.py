@@ -105,7 +105,6 @@ class TestRealServer(EngineContract):
     test_more_prompt_tokens_than_one_step_computes = None  # type: ignore[assignment]
     test_a_version_added_under_way_neither_waits_nor_disturbs = None  # type: ignore[assignment]
     test_a_request_alone_gets_the_same_logprobs_as_in_a_batch = None  # type: ignore[assignment]
-    test_the_end_token_is_part_of_the_completion = None  # type: ignore[assignment]
     test_temperature_zero_takes_the_most_likely_tokens = None  # type: ignore[assignment]
     test_cancelling_aborts_one_request_only = None  # type: ignore[assignment]
 
