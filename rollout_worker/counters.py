@@ -19,10 +19,12 @@ class Counters:
     """Completions dropped, by reason. The reasons are few: what varies is cut off."""
     last_problem: str = ""
     """The newest reason, in full."""
+    last_drop: str = ""
+    """The newest reason why a completion was dropped."""
 
     def drop(self, reason: str) -> None:
         self.dropped[reason.split(":")[0]] += 1
-        self.last_problem = reason
+        self.last_problem = self.last_drop = reason
 
     def mean_completion_tokens(self) -> float:
         return self.tokens_generated / self.completions if self.completions else 0.0

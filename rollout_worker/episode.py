@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from bucketrl.bucket.completions import Completion
+from bucketrl.bucket.errors import UserError
 from bucketrl.rollout_worker.prompts import Prompts, TemplatedPrompt
-from bucketrl.rollout_worker.rewards import RewardPool
+from bucketrl.rollout_worker.rewards import RewardFailed, RewardPool
 from bucketrl.tasks.base import FinishReason, Message, Reward
 
 
@@ -55,7 +56,10 @@ class Episode:
             answer = await self._answer(turn)
         if not answer:
             return replace(completion, finish_reason="stop")
-        tokens = self._prompts.between_turns(answer)
+        try:
+            tokens = self._prompts.between_turns(answer)
+        except UserError as error:
+            raise RewardFailed(f"environment's answer does not fit: {error}") from error
         if len(completion.completion_token_ids) + len(tokens) >= max_tokens:
             del self._said[-len(answer) :]  # the policy never hears it
             return replace(completion, finish_reason="length")

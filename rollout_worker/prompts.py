@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from bucketrl.bucket.config import RunConfig
 from bucketrl.bucket.errors import BucketrlError, UserError
-from bucketrl.tasks.base import Environment, Message, Prompt, Split, Task
+from bucketrl.tasks.base import Environment, Message, Prompt, Split, Task, TaskError
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,10 @@ class Prompts:
         prompt = self._task.prompt(split, index)
         text = self._templated(list(prompt.messages))
         # The template has put the special tokens in; a tokenizer would add its own once more.
-        token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        try:
+            token_ids = self._encoded(text)
+        except UnicodeEncodeError as error:
+            raise TaskError(f"{split} prompt {index} is not Unicode text: {error}") from None
         if len(token_ids) > self._max_prompt_tokens:
             raise PromptTooLong(
                 f"{split} prompt {index} has {len(token_ids)} tokens, but rollout.max_model_len - "
@@ -80,14 +83,21 @@ class Prompts:
         tokenizer's eos token or that refuses the roles of `answer`.
         """
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        _, found, after = self._templated([*turn, *answer]).rpartition(_MARK)
+        _, found, after = self._templated([*turn, *answer]).partition(_MARK)
         end = self._tokenizer.eos_token or ""
         if not (found and end and after.startswith(end)):
             raise UserError(
                 f"model.id: its chat template does not end the assistant's turn with the eos token {end!r}, so "
                 "what stands between two turns is not known; take a model with such a template for this task"
             )
-        return tuple(self._tokenizer.encode(after[len(end) :], add_special_tokens=False))
+        try:
+            return self._encoded(after[len(end) :])
+        except UnicodeEncodeError as error:
+            raise UserError(f"task: a message is not Unicode text: {error}") from None
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        text.encode()  # half of a surrogate pair, as "\\ud83d" in JSON gives: tokenizers raise all sorts of errors
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _template_shows_tools(self) -> bool:
         names = [str(tool["function"]["name"]) for tool in self._tools]

@@ -9,8 +9,10 @@ import logging
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """A process imports the task's libraries before it is ready."""
+MAX_ANSWER = 1 << 18
+"""Bytes of what a process answers. A tool that says more would stop the event loop while it is encoded."""
 
 Job = tuple[Literal["score", "respond", "score_episode"], tuple[Any, ...]]
 """A method of the task, and what to call it with."""
@@ -50,6 +54,8 @@ class RewardPool:
     def __init__(self, task: Task, *, processes: int, timeout_s: float) -> None:
         self._all = [_RewardProcess(task, timeout_s) for _ in range(processes)]
         self._idle: asyncio.Queue[_RewardProcess] = asyncio.Queue()
+        self.waiting = 0
+        """Completions that wait for a reward or for an answer."""
 
     async def start(self) -> None:
         """Raises UserError if the task cannot be loaded in another process."""
@@ -81,6 +87,13 @@ class RewardPool:
         return answer
 
     async def _ask(self, job: Job) -> Any:
+        self.waiting += 1
+        try:
+            return await self._answer(job)
+        finally:
+            self.waiting -= 1
+
+    async def _answer(self, job: Job) -> Any:
         process = await self._idle.get()
         try:
             outcome = await in_thread(process.ask, job)
@@ -94,6 +107,9 @@ class RewardPool:
             # Its answer must not reach the next completion.
             process.kill()
             raise
+        except Exception as error:  # what a pickle of the task's own objects raises
+            process.kill()
+            raise RewardFailed(f"{_WHAT[job[0]]} cannot be read: {error}") from error
         finally:
             self._idle.put_nowait(process)
         if isinstance(outcome, _Failure):
@@ -142,7 +158,7 @@ class _RewardProcess:
         connection.send(job)
         if not connection.poll(self._timeout_s):
             raise TimeoutError(f"{_WHAT[job[0]]} took more than {self._timeout_s:g} s")
-        return connection.recv()
+        return pickle.loads(connection.recv_bytes())
 
     def close(self) -> None:
         self._closed = True
@@ -152,7 +168,9 @@ class _RewardProcess:
         with self._starting:
             process, connection = self._process, self._connection
             self._process = self._connection = None
-        if process is not None:
+        if process is not None and process.pid is not None:
+            with suppress(ProcessLookupError):  # it has no group of its own yet, or all of it have ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         if connection is not None:
@@ -161,6 +179,10 @@ class _RewardProcess:
 
 def _serve(connection: Connection, task: Task) -> None:
     """Main function of a reward process."""
+    # With a group of its own, the programs and processes that a reward has started end when it does.
+    os.setsid()
+    multiprocessing.current_process().daemon = False  # else it may start no processes
+    process_id = os.getpid()
     # What a terminal or a batch system sends reaches every process of the group. A worker that was told to stop
     # still needs the rewards of what it has drawn; it ends this process itself. (A handler, not SIG_IGN, which
     # programs that a reward starts would inherit.)
@@ -177,7 +199,19 @@ def _serve(connection: Connection, task: Task) -> None:
             outcome = _checked(getattr(task, method)(*arguments), method)
         except Exception as error:  # noqa: BLE001 - a task may raise anything: it costs this completion
             outcome = _Failure(f"{_WHAT[method]} raised {type(error).__name__}: {str(error)[:200]}")
-        connection.send(outcome)
+        if os.getpid() != process_id:
+            os._exit(1)  # a fork that the task has made and not ended must not answer in its place
+        connection.send_bytes(_pickled(outcome, method))
+
+
+def _pickled(outcome: Any, method: str) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+    except Exception as error:  # noqa: BLE001 - it costs this completion
+        return pickle.dumps(_Failure(f"{_WHAT[method]} cannot be sent: {str(error)[:200]}"))
+    if len(data) > MAX_ANSWER:
+        return pickle.dumps(_Failure(f"{_WHAT[method]} has more than {MAX_ANSWER} bytes"))
+    return data
 
 
 def _checked(outcome: Any, method: str) -> Any:
@@ -191,6 +225,10 @@ def _checked(outcome: Any, method: str) -> Any:
         return _Failure(f"reward is a {type(outcome).__name__}, not a Reward")
     if not all(map(math.isfinite, (outcome.total, *outcome.parts.values()))):
         return _Failure("reward is not finite")
+    try:
+        "".join(outcome.parts).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        return _Failure(f"reward has a part whose name is no text: {error}")
     return outcome
 
 
@@ -199,4 +237,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)

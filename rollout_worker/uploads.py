@@ -65,10 +65,6 @@ class Uploads:
         self._waiting += 1
         self._queue.put_nowait(upload)
 
-    async def drain(self) -> None:
-        """Until nothing waits."""
-        await self._queue.join()
-
     async def serve(self) -> None:
         """One upload after the other, for ever; PARALLEL of these run.
 
@@ -80,7 +76,6 @@ class Uploads:
             await self._announce(upload)
             self._on_uploaded(upload.work)
             self._waiting -= 1
-            self._queue.task_done()
 
     async def _put(self, upload: Upload) -> None:
         """Puts the object, however long it takes: the same bytes under the same key, harmless to repeat."""

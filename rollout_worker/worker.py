@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKLOG = 64
 """Groups generated and not uploaded; no more are leased beyond that, which bounds memory."""
+MAX_WAITING = 4
+"""Completions that wait for a reward or an environment, in multiples of the requests that may run. More groups
+than that would only grow old: what waits between two turns is not in the engine, which therefore looks empty."""
 RECHECK_S = 0.2
 """Room comes not only when requests end: that those which run grow old, or have short prompts, makes some too."""
 
@@ -186,13 +189,18 @@ class RolloutWorker:
 
     def _room(self) -> int:
         """Groups to lease now."""
-        if len(self._complete) >= MAX_BACKLOG:
+        if len(self._complete) >= MAX_BACKLOG or not self._answers_keep_up():
             return 0
         return self._flow.groups_to_lease(len(self._ready), self._clock())
 
+    def _answers_keep_up(self) -> bool:
+        return self._rewards.waiting < MAX_WAITING * self._flow.target(self._clock())
+
     async def _begin(self) -> None:
         while True:
-            await self._until(lambda: self._ready and self._flow.groups_to_begin(self._clock()) > 0)
+            await self._until(
+                lambda: self._ready and self._answers_keep_up() and self._flow.groups_to_begin(self._clock())
+            )
             # Outlives this task: what it draws is collected when the producers have been stopped.
             self._sampling.spawn(self._sample(self._ready.popleft(), self._flow.begin_group(self._clock())))
 
@@ -233,7 +241,7 @@ class RolloutWorker:
         try:
             group = await self._sampler.finish(sampled)
             if group is None:
-                reason = f"fewer than 2 completions survived; last reason: {self.counters.last_problem}"
+                reason = f"fewer than 2 completions survived; last reason: {self.counters.last_drop}"
                 self._fail(work, reason, hopeless=False)
                 return
             data = await in_thread(encode, group)

@@ -23,7 +23,7 @@ and all but `namespaces` hold in a plain Docker container:
 Without `syscalls`, processes are counted (RLIMIT_NPROC), and all descendants are found and killed, those with a
 session of their own too: the supervisor is their subreaper.
 
-Not covered: the number of files in the working folder (each has a limit, time bounds the rest); what side
+Not covered: the number of files in the working folder (half of the disk's free room ends the program); what side
 channels tell; threads of a program that stays root, but by memory; with neither `files`, `namespaces` nor
 `user`, other processes of the worker's user (their environment can be read; without `syscalls` they can be
 killed); on macOS, descendants that leave the process group, the network and files. A user's limit of processes

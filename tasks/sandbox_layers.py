@@ -50,6 +50,8 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     # What outlives a process or is in no limit of its memory.
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "memfd_create": (319, 279),
+    # Takes gigabytes of the disk in no time. What is written takes time, which is limited.
+    "fallocate": (285, 47),
 }  # fmt: skip
 CLONE, CLONE3, SOCKETPAIR = (56, 220), (435, 435), (53, 199)
 KILL, TGKILL, PRLIMIT = (62, 129), (234, 131), (302, 261)

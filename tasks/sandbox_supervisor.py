@@ -26,6 +26,9 @@ CHANNEL_FD, STATUS_FD = 3, 4
 """In the program. On the latter it says which layers hold, and that memory ran out."""
 CHUNK = 1 << 16
 REMOVAL_S = 1.0
+DISK_CHECK_S = 0.05
+DISK_SHARE = 0.5
+"""Of the room that was on the disk: a program may take no more."""
 
 
 def main() -> None:
@@ -48,7 +51,7 @@ def main() -> None:
         for descriptor in (stdin, out[1], err[1], status[1], request["channel"]):
             if descriptor is not None:
                 os.close(descriptor)
-        result = _watch(pid, request, out=out[0], err=err[0], status=status[0], ended=ended[0])
+        result = _watch(pid, request, folder, out=out[0], err=err[0], status=status[0], ended=ended[0])
     finally:
         _remove(folder)
     print(json.dumps(result), flush=True)
@@ -95,10 +98,10 @@ def _run(program: str) -> None:
 
 
 def _watch(
-    pid: int, request: dict[str, Any], *, out: int, err: int, status: int, ended: int
+    pid: int, request: dict[str, Any], folder: str, *, out: int, err: int, status: int, ended: int
 ) -> dict[str, Any]:
     """Until the program ends, is over a limit, or nobody waits for it any more; then nothing of it is left."""
-    started = time.monotonic()
+    started, room = time.monotonic(), free_bytes(folder)
     limits = {out: request["output_bytes"], err: request["output_bytes"], status: CHUNK}
     output = dict.fromkeys(limits, b"")
     outcome, code, cpu_seconds = "", None, 0.0
@@ -119,13 +122,13 @@ def _watch(
 
     while code is None:
         remaining = started + request["wall_seconds"] - time.monotonic()
-        if any(len(output[one]) > limits[one] for one in limits):
+        if any(len(output[one]) > limits[one] for one in limits) or free_bytes(folder) < room * DISK_SHARE:
             outcome = "too_much_output"
         elif remaining <= 0:
             outcome = "timed_out"
         if outcome:
             os.kill(pid, signal.SIGKILL)
-        for descriptor, _ in poll.poll(None if outcome else remaining * 1000):
+        for descriptor, _ in poll.poll(None if outcome else min(remaining, DISK_CHECK_S) * 1000):
             if descriptor == 1:
                 _end_descendants(pid)
                 sys.exit("nobody waits for the result")
@@ -153,6 +156,11 @@ def _watch(
         "outcome": outcome, "exit_code": code, "stdout": texts[0], "stderr": texts[1], "seconds": seconds,
         "layers": json.loads(held),
     }  # fmt: skip
+
+
+def free_bytes(folder: str) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _outcome(code: int, cpu_spent: bool, memory_ran_out: bool) -> str:

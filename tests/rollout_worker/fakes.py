@@ -32,6 +32,8 @@ class FakeTask:
 class FakeRewards:
     """RewardPool without processes."""
 
+    waiting = 0
+
     def __init__(self, task: FakeTask) -> None:
         self._task = task
 

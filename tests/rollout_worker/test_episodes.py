@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from bucketrl.rollout_worker.continuation import fresh
 from bucketrl.rollout_worker.counters import Counters
 from bucketrl.rollout_worker.drawing import CompletionSampler
 from bucketrl.rollout_worker.engine import DroppedCompletion, SampledCompletion, SamplingRequest
-from bucketrl.rollout_worker.episode import policy_turns
-from bucketrl.rollout_worker.prompts import Prompts
+from bucketrl.rollout_worker.episode import Episode, policy_turns
+from bucketrl.rollout_worker.prompts import _MARK, Prompts
 from bucketrl.rollout_worker.rewards import RewardFailed
-from bucketrl.tasks.base import FinishReason, Message, Prompt, Reward
+from bucketrl.tasks.base import FinishReason, Message, Prompt, Reward, Split, TaskError
 
 from .fake_engine import logprob_of
 from .fake_run import make_run
@@ -239,6 +239,43 @@ async def test_an_environment_that_fails_costs_its_completion_only() -> None:
 
     with pytest.raises(RewardFailed, match="environment raised"):
         await draw(Policy(), Broken(), 9, 0)
+
+
+@pytest.mark.parametrize("content", ["\ud800", None])
+async def test_an_answer_that_cannot_be_templated_costs_its_completion_only(content: Any) -> None:
+    class Odd(Questioner):
+        def respond(self, prompt: Prompt, said: tuple[Message, ...]) -> tuple[Message, ...]:
+            return ({"role": "user", "content": content},)
+
+    class Strict(Tokenizer):
+        def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> str:
+            return "".join("<" + message["content"] + ">" for message in conversation)
+
+    prompts = Prompts(Odd(), Strict(), make_run().config)
+    prompt = prompts.get("train", 0)
+    episode = Episode(prompt, prompts, Rewards(Odd()), (STOP,))  # type: ignore[arg-type]
+    said = replace(
+        fresh(prompt.token_ids, 0, 1, ""), completion_token_ids=(100, STOP), behaviour_logprobs=(-1.0, -1.0),
+        policy_versions=(0, 0), loss_mask=(True, True),
+    )  # fmt: skip
+    with pytest.raises(RewardFailed, match="answer does not fit"):
+        await episode.answered(said, 24)
+
+
+def test_a_prompt_that_is_not_unicode_text_is_named() -> None:
+    class Odd(FakeTask):
+        def prompt(self, split: Split, index: int) -> Prompt:
+            return Prompt(index, ({"role": "user", "content": "\ud83d"},), None)
+
+    with pytest.raises(TaskError, match="train prompt 3 is not Unicode text"):
+        Prompts(Odd(), Tokenizer(), make_run().config).get("train", 3)
+
+
+def test_an_answer_may_contain_any_text() -> None:
+    prompts = Prompts(Questioner(), Tokenizer(), make_run().config)
+    for text in ("", "x", _MARK, f"sha256: {_MARK}"):
+        tokens = prompts.between_turns(({"role": "user", "content": text},))
+        assert "".join(map(chr, tokens)) == f"<{text}>"
 
 
 async def test_an_engine_that_aborts_by_itself_costs_the_completion_and_hangs_nobody() -> None:

@@ -4,9 +4,13 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -30,6 +34,23 @@ class TroubleTask(FakeTask):
             time.sleep(600)
         if completion == "raise":
             raise ValueError("no number in it")
+        if completion == "start a program":
+            subprocess.run(["sleep", f"600.{os.getppid()}"], check=False)
+        if completion == "fork":
+            if os.fork() == 0:
+                raise ValueError("in the child")
+            time.sleep(0.1)
+        if completion == "processes":
+            with multiprocessing.get_context("fork").Pool(1) as workers:
+                return Reward(float(workers.apply(len, (completion,))), {})
+        if completion == "no text":
+            return Reward(1.0, {"\ud800": 1.0})
+        if completion == "unpicklable":
+            return Reward(Unsendable(1.0), {})
+        if completion == "huge":
+            return Reward(1.0, {"x" * (1 << 21): 1.0})
+        if completion == "unreadable":
+            return Reward(Unreadable(1.0), {})
         if completion == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if completion == "nan":
@@ -40,6 +61,18 @@ class TroubleTask(FakeTask):
             # What math-verify does; works in a main thread only.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return Reward(float(len(completion)), {"reference": float(prompt.reference == "four")})
+
+
+class Unsendable(float):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+class Unreadable(float):
+    """Pickles, and cannot be made again: as exceptions of many libraries."""
+
+    def __reduce__(self) -> Any:
+        return float, ("no number",)
 
 
 class UnloadableTask(FakeTask):
@@ -88,6 +121,10 @@ async def test_rewards_are_those_of_the_task(pool: RewardPool) -> None:
         ("nan", "not finite"),
         ("number", "is a float, not a Reward"),
         ("hang", r"more than 0\.5 s"),
+        ("unpicklable", "cannot be sent"),
+        ("unreadable", "cannot be read"),
+        ("huge", "more than 262144 bytes"),
+        ("no text", "name is no text.*surrogates"),
     ],
 )
 async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: str, reason: str) -> None:
@@ -105,12 +142,43 @@ async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: s
             assert outcome.total == len(text)
 
 
+async def test_a_reward_may_have_processes_of_its_own(pool: RewardPool) -> None:
+    assert (await pool.score(PROMPT, "processes", "stop")).total == len("processes")
+
+
+def processes_with(command: bytes) -> list[Path]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            if command in file.read_bytes():
+                found.append(file)
+    return found
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="looks for it in Linux's list of processes"
+)
+async def test_a_program_that_a_reward_has_started_ends_with_it(pool: RewardPool) -> None:
+    with pytest.raises(RewardFailed, match="more than"):
+        await pool.score(PROMPT, "start a program", "stop")
+    sleeping = f"sleep\x00600.{os.getpid()}\x00".encode()
+    assert not await asyncio.to_thread(processes_with, sleeping)
+
+
+async def test_a_fork_that_a_reward_forgot_does_not_answer_for_others(pool: RewardPool) -> None:
+    texts = ["fork", "fork", *("x" * n for n in range(8))]
+    rewards = [await pool.score(PROMPT, text, "stop") for text in texts]
+    assert [reward.total for reward in rewards] == [float(len(text)) for text in texts]
+
+
 async def test_a_cancelled_score_does_not_answer_the_next(pool: RewardPool) -> None:
     hanging = [asyncio.create_task(pool.score(PROMPT, "hang", "stop")) for _ in range(2)]
     await asyncio.sleep(0.1)
+    assert pool.waiting == 2
     for task in hanging:
         task.cancel()
     assert (await pool.score(PROMPT, "abc", "stop")).total == 3.0
+    assert pool.waiting == 0
 
 
 async def test_a_task_that_other_processes_cannot_load_is_one_clear_line() -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 
+import pytest
+
 from bucketrl.bucket import keys
 from bucketrl.rollout_worker.engine import EngineCapacity, SamplingRequest
 from bucketrl.rollout_worker.flow import LEASE_BATCH
 from bucketrl.rollout_worker.group import request_seed
 
 from .conftest import World
-from .fakes import until, uploaded_groups
+from .fakes import FakeRewards, until, uploaded_groups
 
 
 async def test_leased_groups_arrive_whole_and_decodable(world: World) -> None:
@@ -178,6 +180,21 @@ async def test_no_more_groups_begin_than_the_kv_cache_has_room_for(world: World)
         assert world.proxy.heartbeats[-1].state.target_requests == 6
         gate.set()
         await until(lambda: world.proxy.heartbeats[-1].state.target_requests > 12)
+
+
+async def test_no_more_groups_begin_than_rewards_keep_up_with(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions that wait for an environment are not in the engine, which must not look empty for that."""
+    world.engine.capacity = EngineCapacity(kv_tokens=None, max_requests=6)
+    monkeypatch.setattr(FakeRewards, "waiting", 4 * 6)
+    async with world.working(max_groups_in_flight=None):
+        await until(lambda: world.proxy.heartbeats and world.proxy.heartbeats[-1].state.state == "running")
+        await asyncio.sleep(0.3)
+        assert not world.engine.requests
+        assert not world.proxy.leased
+        monkeypatch.setattr(FakeRewards, "waiting", 4 * 6 - 1)
+        await until(lambda: len(world.proxy.completed) > 5)
 
 
 async def test_a_worker_asks_for_few_groups_at_a_time(world: World) -> None:

@@ -278,6 +278,27 @@ def test_a_program_ends_with_its_worker(folders: Path) -> None:
     wait_until_empty(folders)
 
 
+@linux
+def test_the_disk_is_not_taken_at_once() -> None:
+    if "syscalls" not in protections():
+        pytest.skip("no seccomp filter for this machine")
+    program = (
+        "import os\ntry: os.posix_fallocate(os.open('f', os.O_CREAT | os.O_RDWR), 0, 1 << 20)\n"
+        "except PermissionError: print('no')"
+    )
+    assert run_python(program).stdout == "no\n"
+
+
+def test_a_program_that_takes_half_of_what_the_disk_has_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = "free_bytes = lambda folder, left=itertools.chain([10, 6], itertools.repeat(4)): next(left)"
+    script = sandbox._SCRIPT.replace("sandbox_supervisor.main()", "")
+    monkeypatch.setattr(
+        sandbox, "_SCRIPT", f"{script}import itertools\nsandbox_supervisor.{room}\nsandbox_supervisor.main()"
+    )
+    result = run_python("import time; time.sleep(60)", limits=Limits(wall_seconds=20))
+    assert (result.outcome, result.exit_code) == ("too_much_output", -signal.SIGKILL)
+
+
 def test_programs_run_side_by_side() -> None:
     with ThreadPoolExecutor(4) as threads:
         results = threads.map(lambda i: run_python(f"print({i})").stdout, range(8))
