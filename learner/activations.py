@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 OPTIMIZER_BYTES = 12
 """Of one adapter parameter beside its master: gradient and two Adam moments, float32."""
+UNDO_BYTES = 12
+"""Besides, if a step has several updates: master and moments as they were before it."""
 USABLE = 0.92
 """Share of the device's memory that the estimate may fill; fragments and the kernels' work space take the rest."""
 
@@ -39,9 +41,15 @@ class Footprint:
 
 
 def measure(
-    model: nn.Module, forward: Callable[[], Any], *, measured_tokens: int, tokens: int, hidden_bytes: int
+    model: nn.Module,
+    forward: Callable[[], Any],
+    *,
+    measured_tokens: int,
+    tokens: int,
+    hidden_bytes: int,
+    updates: int = 1,
 ) -> Footprint:
-    """Of micro-batches of `tokens` tokens, not counting the head.
+    """Of micro-batches of `tokens` tokens, not counting the head, in steps of `updates` updates.
 
     `forward` runs `model` with gradients on `measured_tokens` tokens, no block checkpointed, and returns what
     keeps the graph alive. `hidden_bytes`: of one token's hidden state.
@@ -62,9 +70,10 @@ def measure(
     blocks = max(1, len(list(_blocks(model))))
     kept = sum(saved.values()) * tokens // measured_tokens
     block = kept // blocks
+    of_parameter = OPTIMIZER_BYTES + (UNDO_BYTES if updates > 1 else 0)
     return Footprint(
         weights=sum(resident.values()),
-        optimizer=OPTIMIZER_BYTES * sum(each.numel() for each in model.parameters() if each.requires_grad),
+        optimizer=of_parameter * sum(each.numel() for each in model.parameters() if each.requires_grad),
         # Gradients of one block exist beside what is kept.
         activations=kept + block,
         checkpointed=tokens * hidden_bytes * blocks + 2 * block,

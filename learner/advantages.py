@@ -27,8 +27,10 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     GRPO's baseline (arXiv 2402.03300) without the division by the group's standard deviation, which
     weights prompts by how easy or hard they are (Dr. GRPO, arXiv 2503.20783, section 3.1).
     """
+    if has_zero_variance(rewards):  # exactly: the mean of equal numbers may be rounded
+        return [0.0] * len(rewards)
     finite = [reward for reward in rewards if math.isfinite(reward)]
-    mean = math.fsum(finite) / len(finite) if finite else 0.0
+    mean = math.fsum(finite) / len(finite)
     return [reward - mean if math.isfinite(reward) else 0.0 for reward in rewards]
 
 

@@ -61,7 +61,9 @@ class Learner:
             batch = self.batches.next(self.log.state, self._wait_for_groups)
             self.heartbeats.update(step=step, phase="training", pending_skips=_reported(batch.skipped))
             metrics = self.trainer.train(batch.groups, step, self.stop.is_set)
-            metrics |= group_metrics(batch.trained, batch.skipped)
+            metrics |= group_metrics(
+                batch.trained, batch.skipped, group_size=self.run.config.sampling.group_size
+            )
             self._commit(step, batch, metrics)
             self._report(step, metrics)
         self.heartbeats.update(phase="finished")

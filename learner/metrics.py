@@ -187,9 +187,10 @@ def batch_metrics(
 
 
 def group_metrics(
-    trained: Sequence[Candidate], skipped: Sequence[tuple[Candidate, SkipReason]]
+    trained: Sequence[Candidate], skipped: Sequence[tuple[Candidate, SkipReason]], *, group_size: int
 ) -> dict[str, float]:
-    """Over all completions of the groups that the step consumes.
+    """Over all completions of the groups that the step consumes. Those that are missing of `group_size` were
+    dropped by their worker, which tells the proxy why.
 
     Skipped groups count for the reward and its companions: without the groups that are all right or all
     wrong, a policy that gets better would show a flat curve. `reward_std` is that of the population.
@@ -198,6 +199,7 @@ def group_metrics(
     completions = sum(len(candidate.rewards) for candidate in everyone)
     metrics = {
         "truncation_rate": sum(candidate.truncated for candidate in everyone) / completions,
+        "completions_missing": float(group_size * len(everyone) - completions),
         "groups_trained": float(len(trained)),
         "groups_skipped": float(len(skipped)),
         "groups_skipped_zero_variance": float(sum(reason == "zero_variance" for _, reason in skipped)),

@@ -205,6 +205,7 @@ class PolicyModel:
             measured_tokens=len(places),
             tokens=tokens,
             hidden_bytes=hidden_size * self._head.weight.element_size(),
+            updates=config.algorithm.minibatches,
         )
         # The head keeps its derivative and makes the gradient from it, at most in float32.
         head = tokens * hidden_size * 8 + HEAD_BYTES[self.device.type]

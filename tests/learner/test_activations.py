@@ -101,6 +101,18 @@ def test_weights_and_optimizer_are_counted_exactly(model_folder: Path) -> None:
     assert found.optimizer == 12 * adapter
 
 
+def test_the_copy_that_undoes_several_updates_is_counted(model_folder: Path) -> None:
+    policy = PolicyModel.load(model_folder, make_config(), CPU)
+    adapter = sum(parameter.numel() for parameter in policy.parameters.values())
+    one, two = (
+        measure(
+            policy._peft, lambda: None, measured_tokens=1, tokens=1, hidden_bytes=1, updates=updates
+        ).optimizer
+        for updates in (1, 2)
+    )
+    assert (one, two) == (12 * adapter, 24 * adapter)
+
+
 def test_a_checkpointed_block_runs_again_only_for_gradients(model_folder: Path) -> None:
     policy = PolicyModel.load(model_folder, make_config(), CPU)
     runs: list[int] = []

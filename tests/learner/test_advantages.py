@@ -129,6 +129,15 @@ def test_equal_rewards_are_zero_variance(reward: float, count: int) -> None:
     assert not has_zero_variance([reward] * count + [reward + 0.5])
 
 
+@given(st.floats(-1e4, 1e4), st.integers(1, 16), baselines, scales)
+def test_equal_rewards_have_advantages_of_exactly_zero(
+    reward: float, count: int, baseline: Baseline, scale: Scale
+) -> None:
+    """Three times 0.003 has a rounded mean: AdamW would make a step of that."""
+    for groups in ([[reward] * count], [[0.003] * 3, [0.003] * count]):
+        assert not any(map(any, batch_advantages(groups, baseline, scale)))
+
+
 def test_deviation_is_that_of_a_sample() -> None:
     assert deviation([1.0, 2.0, 4.0]) == pytest.approx(statistics.stdev([1, 2, 4]))
     assert deviation([1.0, math.nan]) == 0.0

@@ -155,7 +155,9 @@ def test_every_algorithm_trains_and_its_metrics_are_explained(model_folder: Path
                     for ordinal in range(2)
                 ]
                 before = {name: value.detach().clone() for name, value in policy.parameters.items()}
-                metrics = trainer.train(groups, step, lambda: False) | group_metrics([candidate], [])
+                metrics = trainer.train(groups, step, lambda: False) | group_metrics(
+                    [candidate], [], group_size=8
+                )
                 assert all(map(math.isfinite, metrics.values())), algorithm
                 assert all(torch.isfinite(value).all() for value in policy.parameters.values())
                 assert any(not torch.equal(value, before[name]) for name, value in policy.parameters.items())

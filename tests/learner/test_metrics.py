@@ -196,12 +196,13 @@ def test_skipped_groups_count_for_the_reward() -> None:
         (candidate((1.0, 1.0), correct=2), "zero_variance"),
         (candidate((0.0, 0.0), correct=0), "stale"),
     ]
-    metrics = group_metrics(trained, skipped)  # type: ignore[arg-type]
+    metrics = group_metrics(trained, skipped, group_size=4)  # type: ignore[arg-type]
     assert metrics == {
         "reward_mean": 0.5,
         "reward_std": 0.5,
         "reward_mean_trained": 0.5,
         "truncation_rate": pytest.approx(1 / 6),
+        "completions_missing": 6.0,
         "completed_correct_mean": 0.5,
         "groups_trained": 1.0,
         "groups_skipped": 2.0,
@@ -211,11 +212,13 @@ def test_skipped_groups_count_for_the_reward() -> None:
 
 
 def test_completed_correct_is_absent_if_a_group_does_not_report_it() -> None:
-    metrics = group_metrics([candidate((0.0, 1.0), correct=1), candidate((0.0, 1.0), correct=None)], [])
+    metrics = group_metrics(
+        [candidate((0.0, 1.0), correct=1), candidate((0.0, 1.0), correct=None)], [], group_size=2
+    )
     assert "completed_correct_mean" not in metrics
 
 
 def test_a_reward_that_is_not_finite_is_left_out_of_the_mean() -> None:
-    metrics = group_metrics([candidate((0.0, 1.0, math.nan))], [])
+    metrics = group_metrics([candidate((0.0, 1.0, math.nan))], [], group_size=3)
     assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
-    assert "reward_mean" not in group_metrics([candidate((math.nan, math.nan))], [])
+    assert "reward_mean" not in group_metrics([candidate((math.nan, math.nan))], [], group_size=2)

@@ -18,6 +18,7 @@ from tests.learner.worlds import (
 from bucketrl.bucket.config import AlgorithmConfig
 from bucketrl.bucket.errors import IntegrityError, UserError
 from bucketrl.bucket.trajectories import TrajectoryGroup
+from bucketrl.kernels.lora import LoraLayer, LoraLinears
 from bucketrl.learner import checkpoint
 from bucketrl.learner.model import PolicyModel
 from bucketrl.learner.optimizer import Optimizer, learning_rate
@@ -229,3 +230,32 @@ def test_the_reward_rises(model_folder: Path, tmp_path: Path, lag: int, steps: i
         assert metrics["staleness_max"] == step - 1 - version
         rewards.append(sum(t.reward for g in batch for t in g.trajectories) / 32)
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+
+
+def test_an_undone_update_is_seen_by_what_is_derived_from_the_parameters() -> None:
+    """Fused blocks read a copy of the adapter, in the base's dtype, and renew it when they see a change."""
+    a, b = torch.nn.Parameter(torch.randn(2, 8)), torch.nn.Parameter(torch.randn(4, 2))
+    frozen = torch.nn.Parameter(torch.randn(4, 8), requires_grad=False)
+    linears = LoraLinears([LoraLayer(frozen, a, b, 1.0)])
+    optimizer = Optimizer({"a": a, "b": b}, AlgorithmConfig(minibatches=2))
+    before = a.detach().clone()
+
+    def updates() -> None:
+        with optimizer.atomic():
+            a.grad = torch.ones_like(a)
+            optimizer.step(1)
+            linears.refresh()  # the forward pass of the second update
+            assert not torch.equal(linears.down_RH[:2], before)
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        updates()
+    linears.refresh()
+    assert torch.equal(linears.down_RH[:2], before)
+
+
+def test_the_norm_of_millions_of_gradients_is_exact() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1 << 23))
+    optimizer = Optimizer({"w": parameter}, AlgorithmConfig())
+    parameter.grad = torch.full_like(parameter, 0.1)
+    assert optimizer.step(1) == pytest.approx(0.1 * 2**11.5, rel=1e-6)
