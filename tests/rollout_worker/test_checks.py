@@ -94,17 +94,17 @@ def test_weights_of_a_type_that_nobody_can_check_are_refused(tmp_path: Path) -> 
 
 
 def threads_of(work: Callable[[], object]) -> int:
-    """How many there are when a new thread has done `work`, more than before."""
+    """How many there are when a new thread has done `work` that were not there before."""
 
     def run() -> None:
         work()
-        counts.append(len(os.listdir("/proc/self/task")))
+        seen.append(set(os.listdir("/proc/self/task")))
 
-    counts = [len(os.listdir("/proc/self/task"))]
+    seen = [set(os.listdir("/proc/self/task"))]
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    return counts[1] - counts[0]
+    return len(seen[1] - seen[0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads of Linux")

@@ -91,6 +91,14 @@ async def pool() -> AsyncIterator[RewardPool]:
     await pool.close()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def patient() -> AsyncIterator[RewardPool]:
+    pool = RewardPool(TroubleTask(), processes=1, timeout_s=30.0)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
 def reward_processes() -> set[BaseProcess]:
     return {child for child in multiprocessing.active_children() if child.name == "reward"}
 
@@ -142,8 +150,8 @@ async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: s
             assert outcome.total == len(text)
 
 
-async def test_a_reward_may_have_processes_of_its_own(pool: RewardPool) -> None:
-    assert (await pool.score(PROMPT, "processes", "stop")).total == len("processes")
+async def test_a_reward_may_have_processes_of_its_own(patient: RewardPool) -> None:
+    assert (await patient.score(PROMPT, "processes", "stop")).total == len("processes")
 
 
 def processes_with(command: bytes) -> list[Path]:
@@ -165,9 +173,9 @@ async def test_a_program_that_a_reward_has_started_ends_with_it(pool: RewardPool
     assert not await asyncio.to_thread(processes_with, sleeping)
 
 
-async def test_a_fork_that_a_reward_forgot_does_not_answer_for_others(pool: RewardPool) -> None:
+async def test_a_fork_that_a_reward_forgot_does_not_answer_for_others(patient: RewardPool) -> None:
     texts = ["fork", "fork", *("x" * n for n in range(8))]
-    rewards = [await pool.score(PROMPT, text, "stop") for text in texts]
+    rewards = [await patient.score(PROMPT, text, "stop") for text in texts]
     assert [reward.total for reward in rewards] == [float(len(text)) for text in texts]
 
 
