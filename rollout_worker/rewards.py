@@ -113,7 +113,7 @@ class RewardPool:
         finally:
             self._idle.put_nowait(process)
         if isinstance(outcome, _Failure):
-            raise RewardFailed(outcome.reason)
+            raise RewardFailed(outcome.reason.encode(errors="backslashreplace").decode())
         return outcome
 
     async def close(self) -> None:
@@ -169,7 +169,9 @@ class _RewardProcess:
             process, connection = self._process, self._connection
             self._process = self._connection = None
         if process is not None and process.pid is not None:
-            with suppress(ProcessLookupError):  # it has no group of its own yet, or all of it have ended
+            with suppress(
+                ProcessLookupError, PermissionError
+            ):  # no group of its own yet, or all of it have ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
@@ -188,6 +190,7 @@ def _serve(connection: Connection, task: Task) -> None:
     # programs that a reward starts would inherit.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_heed_signals)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     connection.send("ready")
     while True:
@@ -202,6 +205,12 @@ def _serve(connection: Connection, task: Task) -> None:
         if os.getpid() != process_id:
             os._exit(1)  # a fork that the task has made and not ended must not answer in its place
         connection.send_bytes(_pickled(outcome, method))
+
+
+def _heed_signals() -> None:
+    """A process that a reward starts ends when it is told to."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _pickled(outcome: Any, method: str) -> bytes:

@@ -117,6 +117,8 @@ class Dialogue(Task):
 class Rewards:
     """The part of RewardPool that a worker uses, without processes."""
 
+    waiting = 0
+
     def __init__(self, task: Task) -> None:
         self._task = task
 

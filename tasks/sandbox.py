@@ -23,11 +23,12 @@ and all but `namespaces` hold in a plain Docker container:
 Without `syscalls`, processes are counted (RLIMIT_NPROC), and all descendants are found and killed, those with a
 session of their own too: the supervisor is their subreaper.
 
-Not covered: the number of files in the working folder (half of the disk's free room ends the program); what side
-channels tell; threads of a program that stays root, but by memory; with neither `files`, `namespaces` nor
-`user`, other processes of the worker's user (their environment can be read; without `syscalls` they can be
-killed); on macOS, descendants that leave the process group, the network and files. A user's limit of processes
-counts all that the user runs: it is set to what runs when the program starts, plus 64.
+Not covered: the number of files in the working folder (when less than half of the disk's free room is left, a
+program with a share in that is ended); what side channels tell; threads of a program that stays root, but by
+memory; with neither `files`, `namespaces` nor `user`, other processes of the worker's user (their environment
+can be read; without `syscalls` they can be killed); on macOS, descendants that leave the process group, the
+network and files. A user's limit of processes counts all that the user runs: it is set to what runs when the
+program starts, plus 64.
 """
 
 import functools

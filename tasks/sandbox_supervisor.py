@@ -27,8 +27,10 @@ CHANNEL_FD, STATUS_FD = 3, 4
 CHUNK = 1 << 16
 REMOVAL_S = 1.0
 DISK_CHECK_S = 0.05
-DISK_SHARE = 0.5
-"""Of the room that was on the disk: a program may take no more."""
+DISK_SHARE, LEAST_SHARE = 0.5, 1 / 32
+"""Of the room that was on the disk. When less than the first is left, a program that took the second or more is
+ended: others fill the disk as well."""
+MAX_FILES = 10_000
 
 
 def main() -> None:
@@ -122,7 +124,9 @@ def _watch(
 
     while code is None:
         remaining = started + request["wall_seconds"] - time.monotonic()
-        if any(len(output[one]) > limits[one] for one in limits) or free_bytes(folder) < room * DISK_SHARE:
+        if any(len(output[one]) > limits[one] for one in limits) or (
+            free_bytes(folder) < room * DISK_SHARE and takes(folder, room * LEAST_SHARE)
+        ):
             outcome = "too_much_output"
         elif remaining <= 0:
             outcome = "timed_out"
@@ -161,6 +165,23 @@ def _watch(
 def free_bytes(folder: str) -> int:
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
+
+
+def takes(folder: str, least: float) -> bool:
+    """Whether what is in it takes so many bytes, or cannot all be counted."""
+    taken, seen, folders = 0, 0, [folder]
+    while folders and taken < least and seen < MAX_FILES:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    seen, taken = seen + 1, taken + entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+    return bool(folders) or taken >= least
 
 
 def _outcome(code: int, cpu_spent: bool, memory_ran_out: bool) -> str:

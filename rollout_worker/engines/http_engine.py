@@ -157,6 +157,16 @@ class HttpEngine:
         except ServerRefused as error:
             raise IntegrityError(f"vLLM cannot load adapter version {version}: {error}") from error
         self._adapters[version] = adapter
+        # After it is loaded: a restart from now on loses this version too, which its requests find out.
+        await self._check_not_restarted()
+
+    async def _check_not_restarted(self) -> None:
+        """Raises EngineDied if it was: then it has to be checked again, and each version proved, before it draws
+        anything."""
+        if self._base.name not in await self._server.persist(self._server.models):
+            raise EngineDied(
+                f"engine {self._server.url}: the server has lost its adapters; was it restarted?"
+            )
 
     async def _load(self, adapter: _Adapter) -> None:
         name = f"{self._prefix}-{adapter.label}-{next(self._loads)}"
@@ -248,15 +258,11 @@ class HttpEngine:
         return await self._server.persist(lambda: call(adapter.name))
 
     async def _load_again(self, adapter: _Adapter, lost: str) -> None:
-        """Once, whoever else has missed `lost`. Raises EngineDied if the server was restarted: then it has to be
-        checked again, and each version proved, before it draws anything."""
+        """Once, whoever else has missed `lost`. Raises EngineDied if the server was restarted."""
         async with self._loading:
             if adapter.name != lost:
                 return
-            if self._base.name not in await self._server.persist(self._server.models):
-                raise EngineDied(
-                    f"engine {self._server.url}: the server has lost its adapters; was it restarted?"
-                )
+            await self._check_not_restarted()
             logger.warning("the engine's server has lost adapter %s; loading it again", lost)
             await self._load(adapter)
 

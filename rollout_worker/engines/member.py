@@ -122,6 +122,8 @@ class Member:
         except (EngineDied, DroppedCompletion) as error:
             self.take_out(engine, str(error))
             return None
+        except IntegrityError as error:
+            return str(error)
         if failure is None and self.up(engine):
             self.proved.add(version)
         return failure

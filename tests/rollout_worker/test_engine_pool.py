@@ -172,6 +172,20 @@ async def test_an_unknown_version_is_refused(two: Bench) -> None:
         await two.pool.score(PROBE, 99)
 
 
+async def test_a_probe_that_cannot_be_scored_is_what_is_wrong_with_the_version(
+    two: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller removes it then. Left behind, an engine started later would be given it for ever."""
+
+    async def score(token_ids: tuple[int, ...], version: int) -> list[float]:
+        raise IntegrityError("cannot score: NaN")
+
+    for index in (0, 1):
+        monkeypatch.setattr(two.now(index), "score", score)
+    await two.pool.add_adapter(2, Path("/adapters/2"))
+    assert "cannot score: NaN" in str(await two.pool.prove(2, PROBE, judge_of(2)))
+
+
 # ---- start
 
 

@@ -243,6 +243,20 @@ async def test_a_server_that_was_restarted_wrongly_serves_nothing(
         assert pool.note == ""
 
 
+async def test_a_server_that_was_restarted_between_two_versions_is_noticed(
+    server: FakeVllm, adapters: dict[int, Path], fake_url: str, pooled: Callable[..., Any]
+) -> None:
+    async with pooled(fake_url) as pool:
+        server.adapters.clear()
+        server.logprobs_mode = "raw_logprobs"
+        loading = asyncio.create_task(pool.add_adapter(2, adapters[2]))
+        await until(lambda: "--logprobs-mode" in pool.note)
+        server.logprobs_mode = "processed_logprobs"
+        await asyncio.wait_for(loading, 10)
+        assert pool.note == ""
+        assert await pool.generate(request(2, seed=1))
+
+
 async def test_the_base_model_is_never_taken_for_the_adapter(
     server: FakeVllm, fake_url: str, started: Callable[..., Any]
 ) -> None:

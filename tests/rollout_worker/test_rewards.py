@@ -43,6 +43,14 @@ class TroubleTask(FakeTask):
         if completion == "processes":
             with multiprocessing.get_context("fork").Pool(1) as workers:
                 return Reward(float(workers.apply(len, (completion,))), {})
+        if completion == "terminate":
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+            child.start()
+            child.terminate()
+            child.join()
+            return Reward(float(len(completion)), {})
+        if completion == "a reason that is no text":
+            raise ValueError("\ud83d")
         if completion == "no text":
             return Reward(1.0, {"\ud800": 1.0})
         if completion == "unpicklable":
@@ -133,6 +141,7 @@ async def test_rewards_are_those_of_the_task(pool: RewardPool) -> None:
         ("unreadable", "cannot be read"),
         ("huge", "more than 262144 bytes"),
         ("no text", "name is no text.*surrogates"),
+        ("a reason that is no text", r"raised ValueError: \\ud83d"),
     ],
 )
 async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: str, reason: str) -> None:
@@ -151,7 +160,8 @@ async def test_trouble_costs_its_completion_only(pool: RewardPool, completion: s
 
 
 async def test_a_reward_may_have_processes_of_its_own(patient: RewardPool) -> None:
-    assert (await patient.score(PROMPT, "processes", "stop")).total == len("processes")
+    for text in ("processes", "terminate"):
+        assert (await patient.score(PROMPT, text, "stop")).total == len(text)
 
 
 def processes_with(command: bytes) -> list[Path]:

@@ -289,14 +289,21 @@ def test_the_disk_is_not_taken_at_once() -> None:
     assert run_python(program).stdout == "no\n"
 
 
-def test_a_program_that_takes_half_of_what_the_disk_has_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("share", "outcome"), [(1000, "too_much_output"), (1e9, "exited")])
+def test_a_program_with_a_share_in_a_full_disk_is_ended(
+    monkeypatch: pytest.MonkeyPatch, share: float, outcome: str
+) -> None:
     room = "free_bytes = lambda folder, left=itertools.chain([10, 6], itertools.repeat(4)): next(left)"
     script = sandbox._SCRIPT.replace("sandbox_supervisor.main()", "")
     monkeypatch.setattr(
-        sandbox, "_SCRIPT", f"{script}import itertools\nsandbox_supervisor.{room}\nsandbox_supervisor.main()"
+        sandbox,
+        "_SCRIPT",
+        f"{script}import itertools\nsandbox_supervisor.{room}\nsandbox_supervisor.LEAST_SHARE = {share}\n"
+        "sandbox_supervisor.main()",
     )
-    result = run_python("import time; time.sleep(60)", limits=Limits(wall_seconds=20))
-    assert (result.outcome, result.exit_code) == ("too_much_output", -signal.SIGKILL)
+    program = f"open('f', 'w').write('x' * 65536); import time; time.sleep({60 if share == 1000 else 0.5})"
+    result = run_python(program, limits=Limits(wall_seconds=20))
+    assert result.outcome == outcome
 
 
 def test_programs_run_side_by_side() -> None:
