@@ -25,6 +25,12 @@ def linear_logprob(
 
     bfloat16 on an NVIDIA GPU with Triton: `logprob_cuda`. Anything else: plain torch, `chunk` rows at a
     time. Both keep the logits in float32.
+
+    hidden_NH: [N, H]. weight_VH: [V, H], frozen. targets_N: [N] int64; -100 is ignored. temperature: above 0, one
+    for all or [N]. grad_rows_N: [N] bool. All on one device, but for `grad_rows_N`, which may be on the CPU.
+    Returns log-probabilities [N], differentiable once in `hidden_NH`, and entropies [N] in nats; float32, or
+    float64 for float64 input.
+    Raises ValueError if the weight wants a gradient, or shapes or devices do not fit each other.
     """
     if _has_kernel(hidden_NH, weight_VH) and not (entropy_grad and softcap is not None):
         from bucketrl.kernels import logprob_cuda

@@ -12,10 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bucketrl.kernels import logprob_triton as kernels
 from bucketrl.kernels.logprob_plan import Plan, is_hopper, plan_for
+from bucketrl.kernels.reference import check_operands
+from bucketrl.kernels.triton_here import on_device_of
 
 CUT_OFF = 9.3e-10
 """What a sum of H products on Hopper's tensor cores loses of itself, divided by H: they cut off and never round.
@@ -44,12 +47,11 @@ def linear_logprob(
     waiting for the GPU. Kept for backward: [N, H] bfloat16, for the rows that want a gradient; twice that with
     `entropy_grad`. Raises NotImplementedError for `entropy_grad` under a softcap.
     """
-    if weight_VH.requires_grad:
-        raise ValueError("linear_logprob is for a frozen head: weight_VH.requires_grad must be False")
+    check_operands(hidden_NH, weight_VH, targets_N)
     if entropy_grad and softcap is not None:
         raise NotImplementedError("entropy_grad under a softcap: use reference.linear_logprob")
     apply: Any = _LinearLogprob.apply
-    with torch.autocast(hidden_NH.device.type, enabled=False):
+    with torch.autocast(hidden_NH.device.type, enabled=False), on_device_of(hidden_NH):
         logprobs_N, entropy_N = apply(
             hidden_NH, weight_VH, targets_N, temperature, softcap, entropy_grad, grad_rows_N, plan
         )
@@ -75,7 +77,7 @@ class _LinearLogprob(torch.autograd.Function):
         if isinstance(temperature, Tensor):
             inverse_N = (1.0 / temperature.to(device, torch.float32)).expand(count)
         else:
-            inverse_N = torch.full((count,), 1.0 / temperature, device=device)
+            inverse_N = torch.full((count,), 1.0 / temperature, dtype=torch.float32, device=device)
         hidden_NH = hidden_NH if hidden_NH.stride(1) == 1 else hidden_NH.contiguous()
         if grad_rows_N is not None and wanting:
             wanting = int(grad_rows_N.sum())
@@ -111,6 +113,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         order, *slopes = ctx.saved_tensors
         chosen = [(grad if order is None else grad[order]).float().contiguous() for grad in grads]

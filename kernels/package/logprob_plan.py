@@ -85,8 +85,14 @@ def is_hopper(device: torch.device) -> bool:
 @cache
 def hopper_is_right(device: torch.device) -> bool:
     """Whether the Hopper kernel compiles here and gives what it should: tried once for each device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "linear_logprob tries its kernel at the first call: make one before a graph's capture"
+        )
     try:
         error = hopper_error(device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel, and what is returned here is kept
     except Exception as problem:  # noqa: BLE001 Gluon is experimental: whatever fails, cuBLAS is as good
         reason = f"{type(problem).__name__}: {problem}"[:300]
         logger.warning("no Hopper kernel for the output head (%s): cuBLAS instead, which is slower", reason)
@@ -116,13 +122,13 @@ def hopper_error(device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
 
     hidden_NH, weight_VH = normal(rows, size), normal(vocabulary, size).mul_(3 / size**0.5).bfloat16()
     hidden_NH[1] *= 30
     hidden_NH = hidden_NH.bfloat16()
     targets_N = torch.arange(0, 5 * rows, 5, device=device)
-    inverse_N = torch.linspace(0.5, 2.0, rows, device=device)
+    inverse_N = torch.linspace(0.5, 2.0, rows, dtype=torch.float32, device=device)
     logits_NV = (hidden_NH.double() @ weight_VH.double().T) * inverse_N[:, None]
     targets_N[0] = IGNORE_INDEX
     target_N = logits_NV.gather(1, targets_N.clamp(min=0)[:, None])[:, 0].float()

@@ -31,12 +31,14 @@ def lora_linear(x_TH: Tensor, linears: LoraLinears, residual_TN: Tensor | None =
 
 
 def rmsnorm_lora_linear(x_TH: Tensor, norm_weight_H: Tensor, eps: float, linears: LoraLinears) -> Tensor:
-    """`lora_linear` of x / rms(x) · weight. Raises ValueError if the norm's weight wants a gradient."""
+    """`lora_linear` of x / rms(x) · weight, [H]. Raises ValueError if the weight wants a gradient or is not [H]."""
     if norm_weight_H.requires_grad:
         raise ValueError(
             "norm_weight_H is trained; rmsnorm_lora_linear is for a frozen norm: requires_grad_(False)"
         )
     _take_over(linears, x_TH, 1)
+    if norm_weight_H.shape != x_TH.shape[1:]:
+        raise ValueError(f"norm_weight_H is {tuple(norm_weight_H.shape)}; expected {tuple(x_TH.shape[1:])}")
     if _has_kernel(linears, x_TH, norm_weight_H):
         from bucketrl.kernels import lora_cuda
 
@@ -60,6 +62,11 @@ def _take_over(linears: LoraLinears, input_: Tensor, halves: int) -> None:
     width = halves * linears.down_RH.shape[1]
     if input_.ndim != 2 or input_.shape[1] != width:
         raise ValueError(f"the input is {tuple(input_.shape)}; these layers read (tokens, {width})")
+    if input_.device != linears.weight_NK.device:
+        raise ValueError(
+            f"the input is on {input_.device}, these layers on {linears.weight_NK.device}: "
+            "build LoraLinears when the model is on its device"
+        )
     linears.refresh()
 
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from bucketrl.kernels import lora_triton as kernels
 from bucketrl.kernels.lora_reference import LoraLinears
+from bucketrl.kernels.triton_here import on_device_of
 
 TILES: dict[str, dict[str, int]] = {
     "augment": {"BT": 64, "BH": 128, "num_warps": 8, "num_stages": 1},
@@ -58,7 +59,8 @@ def swiglu_lora_linear(gate_up_T2I: Tensor, linears: LoraLinears, residual_TN: T
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     linears: LoraLinears = arguments[-1]
     apply: Any = function.apply
-    with torch.autocast(linears.weight_NK.device.type, enabled=False):
+    weight_NK = linears.weight_NK
+    with torch.autocast(weight_NK.device.type, enabled=False), on_device_of(weight_NK):
         out_TN: Tensor = apply(*arguments, *linears.adapter())
     return out_TN
 

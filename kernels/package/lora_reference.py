@@ -86,6 +86,8 @@ class LoraLinears:
 
         A change that hides from both (`master.data`, an in-place collective) stays unseen: use `master.copy_`.
         Between a forward pass and its backward pass of `lora_cuda`, a change makes the latter raise.
+        It copies on the current stream and a CUDA graph does not repeat it: after an optimizer's step call it once
+        before other streams use the layers, or before a graph is replayed.
         """
         seen = [_optimizer_steps, *(master._version for master in self.adapter())]
         if seen == self._seen:

@@ -26,7 +26,15 @@ def packed_policy_loss(
     weights_B: Tensor | None = None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """`policy_reference.packed_policy_loss`; the arithmetic of the kernel is float32."""
+    """`policy_reference.packed_policy_loss`; the arithmetic of the kernel is float32.
+
+    Raises ValueError for an input that is not as long as `logprobs_N`, or as the sequences are many.
+    """
+    _check(
+        (len(logprobs_N), {"behaviour_N": behaviour_N, "mask_N": mask_N, "proximal_N": proximal_N,
+                           "reference_N": reference_N, "entropy_N": entropy_N}),
+        (len(cu_seqlens) - 1, {"advantages_B": advantages_B, "weights_B": weights_B}),
+    )  # fmt: skip
     if not _has_kernel(logprobs_N):
         return policy_reference.packed_policy_loss(
             logprobs_N, behaviour_N, advantages_B, cu_seqlens, norm, mask_N=mask_N, proximal_N=proximal_N,
@@ -58,7 +66,12 @@ def packed_policy_grad(
     weights_B: Tensor | None = None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """`policy_reference.packed_policy_grad`; the arguments are those of `packed_policy_loss`."""
+    """`policy_reference.packed_policy_grad`; the arguments and errors are those of `packed_policy_loss`."""
+    _check(
+        (len(logprobs_N), {"behaviour_N": behaviour_N, "mask_N": mask_N, "proximal_N": proximal_N,
+                           "reference_N": reference_N, "entropy_N": entropy_N}),
+        (len(cu_seqlens) - 1, {"advantages_B": advantages_B, "weights_B": weights_B}),
+    )  # fmt: skip
     if not _has_kernel(logprobs_N):
         reference: tuple[Tensor, Tensor, Tensor | None, Tensor] = policy_reference.packed_policy_grad(
             logprobs_N, behaviour_N, advantages_B, cu_seqlens, norm, mask_N=mask_N, proximal_N=proximal_N,
@@ -86,6 +99,14 @@ def group_advantage(
     from bucketrl.kernels import policy_cuda
 
     return policy_cuda.group_advantage(rewards_B, cu_groups, scale)
+
+
+def _check(*kinds: tuple[int, dict[str, Tensor | None]]) -> None:
+    """Kernels read addresses: what is too short would be read beyond its end."""
+    for size, inputs in kinds:
+        for name, value in inputs.items():
+            if value is not None and value.shape != (size,):
+                raise ValueError(f"{name} is {tuple(value.shape)}; expected ({size},)")
 
 
 def _has_kernel(tensor: Tensor) -> bool:

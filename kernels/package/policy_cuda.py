@@ -5,9 +5,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bucketrl.kernels import policy_triton as kernels
 from bucketrl.kernels.policy_reference import STATS, Objective
+from bucketrl.kernels.triton_here import on_device_of
 
 BLOCK = 128
 """Tokens per program of one warp, whose sums need no barrier."""
@@ -35,7 +37,8 @@ def packed_policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """`policy_reference.packed_policy_loss`."""
     apply: Any = _PolicyLoss.apply
-    loss, stats = apply(logprobs_N, entropy_N, required, optional, objective)
+    with on_device_of(logprobs_N):
+        loss, stats = apply(logprobs_N, entropy_N, required, optional, objective)
     return loss, stats
 
 
@@ -44,7 +47,10 @@ def packed_policy_grad(
     logprobs_N: Tensor, entropy_N: Tensor | None, required: Required, optional: Optional, objective: Objective
 ) -> Results:
     """`policy_reference.packed_policy_grad`."""
-    loss, grad_N, grad_entropy_N, stats = _launch_all(logprobs_N, entropy_N, required, optional, objective)
+    with on_device_of(logprobs_N):
+        loss, grad_N, grad_entropy_N, stats = _launch_all(
+            logprobs_N, entropy_N, required, optional, objective
+        )
     if logprobs_N.dtype is not torch.float32:
         grad_N = grad_N.to(logprobs_N.dtype)
     if entropy_N is not None and grad_entropy_N is not None:
@@ -75,7 +81,7 @@ def _launch_all(
     if objective.by_sequence:
         means = logprobs.new_empty(max(1, sequences), 2)
         if sequences:
-            _launch(kernels.sequence_means, sequences, 4, (*inputs, means), (), (1024,))
+            _launch(kernels.sequence_means, sequences, 4, (*inputs, means), (count,), (1024,))
     blocks = max(1, -(-count // BLOCK))
     grad_N = torch.empty_like(logprobs)
     grad_entropy_N = None if entropy_N is None else torch.empty_like(logprobs)
@@ -134,6 +140,7 @@ class _PolicyLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         results = [
             (grad_N * grads[0]).to(dtype) if wanted and grads[0] is not None else None
@@ -168,9 +175,9 @@ def _launch(
     addresses: about each tensor Triton would ask the driver.
     """
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in tensors]
     aligned = [address % ALIGNMENT == 0 for address in addresses]
-    form = (kernel, tensors[0].device, constants, *dtypes, *aligned)
+    form = (kernel, constants, *kinds, *aligned)
     found = _compiled.get(form)
     if found is None:
         _compiled[form] = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
@@ -188,9 +195,10 @@ def group_advantage(
     flat_G = torch.empty(groups, dtype=torch.int8, device=rewards_B.device)
     if groups:
         moments = rewards_B.new_empty(groups, 4)
-        kernels.group_moments[(groups,)](rewards_B, cu_groups, moments, BT=128)
-        kernels.group_advantages[(groups,)](
-            rewards_B, cu_groups, moments, advantages_B, flat_G, groups, BATCH=scale == "batch",
-            GROUP=scale == "group", BT=128,
-        )  # fmt: skip
+        with on_device_of(rewards_B):
+            kernels.group_moments[(groups,)](rewards_B, cu_groups, moments, BT=128)
+            kernels.group_advantages[(groups,)](
+                rewards_B, cu_groups, moments, advantages_B, flat_G, groups, BATCH=scale == "batch",
+                GROUP=scale == "group", BT=128,
+            )  # fmt: skip
     return advantages_B, flat_G.view(torch.bool)

@@ -83,12 +83,14 @@ def packed_policy_loss(
     proximal_N, reference_N: [N] log μ, log π_prox, log π_ref. advantages_B, weights_B: [B]. cu_seqlens: [B + 1]
     int, where the sequences begin; tokens after the last are not looked at. mask_N: [N] bool. norm: that of the
     whole batch; 0 makes the loss 0. A tensor is a scalar on the same device.
+    Arithmetic and results are float32, or float64 for float64 `logprobs_N`; a gradient has its input's type.
     A token is live if it is not masked and all that concerns it is finite. Others are selected out before
     any arithmetic: NaN in them reaches neither the loss nor a gradient.
     Returns the loss, and the `STATS` [16], without gradient.
     """
     o = objective
-    count, sequences, zero = logprobs_N.shape[0], len(advantages_B), logprobs_N.new_zeros(())
+    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
+    count, sequences, zero = logprobs_N.shape[0], len(advantages_B), logprobs_N.new_zeros((), dtype=dtype)
     index_N = torch.arange(count, device=logprobs_N.device)
     sequence_N = torch.searchsorted(cu_seqlens, index_N, right=True) - 1
     unmasked = (index_N < cu_seqlens[-1]) & (sequence_N >= 0)
@@ -102,7 +104,7 @@ def packed_policy_loss(
     for name, value in of_sequence.items():
         given[name] = value[sequence_N] if sequences else zero.expand(count)
     live = unmasked & torch.stack([value.detach().isfinite() for value in given.values()]).all(dim=0)
-    safe = {name: torch.where(live, value, zero) for name, value in given.items()}
+    safe = {name: torch.where(live, value.to(dtype), zero) for name, value in given.items()}
     logprob, behaviour, advantage = safe["logprob"], safe["behaviour"], safe["advantage"]
     proximal = safe.get("proximal")
     lengths_B = zero.new_zeros(max(1, sequences)).index_add(0, sequence_N, live.to(zero.dtype)).clamp(min=1)

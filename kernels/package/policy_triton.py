@@ -96,12 +96,12 @@ def _log_ratios(logp, beh, prox, PROX):
     return _clamped(logp - prox), _clamped(numerator - beh)
 
 
-@triton.jit
-def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, BT: tl.constexpr):
+@triton.jit(do_not_specialize=["N"])
+def sequence_means(CU, LOGP, BEH, ADV, MASK, PROX, REF, ENT, WEIGHT, MEANS, N, BT: tl.constexpr):
     """Means of the two log ratios over the live tokens of a sequence; one program a sequence."""
     sequence = tl.program_id(0)
     first = tl.load(CU + sequence)
-    stop = tl.load(CU + sequence + 1)
+    stop = tl.minimum(tl.load(CU + sequence + 1), N)
     ratio = tl.full((BT,), 0.0, tl.float32)
     weighing = tl.full((BT,), 0.0, tl.float32)
     count = tl.full((BT,), 0.0, tl.float32)

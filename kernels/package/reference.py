@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 """A row with this target has log-probability, entropy and gradient 0, whatever its hidden state holds."""
@@ -38,16 +39,32 @@ def linear_logprob(
     Returns logprobs [N], differentiable in `hidden_NH`, and entropies [N], differentiable only with
     `entropy_grad`. Both are float32, or float64 for float64 input; so is the arithmetic, whatever the type
     of the operands.
-    Raises ValueError if the weight wants a gradient.
+    Raises ValueError if the weight wants a gradient, or shapes or devices do not fit each other.
     """
-    if weight_VH.requires_grad:
-        raise ValueError("linear_logprob is for a frozen head: weight_VH.requires_grad must be False")
+    check_operands(hidden_NH, weight_VH, targets_N)
     apply: Any = _LinearLogprob.apply
     with torch.autocast(hidden_NH.device.type, enabled=False):
         logprobs_N, entropy_N = apply(
             hidden_NH, weight_VH, targets_N, temperature, chunk, softcap, entropy_grad, grad_rows_N
         )
     return logprobs_N, entropy_N
+
+
+def check_operands(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> None:
+    """Kernels read addresses: what does not fit would be read beyond its end."""
+    if weight_VH.requires_grad:
+        raise ValueError("linear_logprob is for a frozen head: weight_VH.requires_grad must be False")
+    found = hidden_NH.shape, weight_VH.shape, targets_N.shape
+    if hidden_NH.ndim != 2 or found != (found[0], (*weight_VH.shape[:1], found[0][1]), found[0][:1]):
+        raise ValueError(
+            "hidden_NH, weight_VH and targets_N are "
+            f"{', '.join(str(tuple(shape)) for shape in found)}; they must be (N, H), (V, H) and (N,)"
+        )
+    if not hidden_NH.device == weight_VH.device == targets_N.device:
+        raise ValueError(
+            f"hidden_NH is on {hidden_NH.device}, weight_VH on {weight_VH.device}, targets_N on "
+            f"{targets_N.device}; move them to one device"
+        )
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -105,6 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         slope_NH, entropy_slope_NH = ctx.saved_tensors
         grad_hidden_NH = grads[0][:, None] * slope_NH

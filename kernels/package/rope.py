@@ -41,6 +41,9 @@ def qknorm_rope(
         )
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight and k_weight: give both or neither")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and weight.shape != (head_dim,):
+            raise ValueError(f"{name} is {tuple(weight.shape)}; expected ({head_dim},)")
     if any(weight is not None and weight.requires_grad for weight in (q_weight, k_weight)):
         raise ValueError("qknorm_rope is for frozen norms: q_weight and k_weight must not require a gradient")
     if qkv_TN.is_cuda and qkv_TN.dtype != torch.float64 and triton_is_here():

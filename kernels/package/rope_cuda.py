@@ -5,8 +5,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bucketrl.kernels import rope_triton as kernels
+from bucketrl.kernels.triton_here import on_device_of
 
 WARP_ELEMENTS = 512
 """Elements of a token's queries for each warp of its program: in bfloat16, 16 bytes a thread of each half."""
@@ -26,7 +28,10 @@ def qknorm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rope.qknorm_rope`, its arguments checked. Kept for backward: cos, sin, and the input if there are norms."""
     apply: Any = _QKNormRope.apply
-    query, key, value = apply(qkv_TN, (heads, kv_heads, head_dim), cos_TD, sin_TD, q_weight, k_weight, eps)
+    with on_device_of(qkv_TN):
+        query, key, value = apply(
+            qkv_TN, (heads, kv_heads, head_dim), cos_TD, sin_TD, q_weight, k_weight, eps
+        )
     return query, key, value
 
 
@@ -57,6 +62,7 @@ class _QKNormRope(torch.autograd.Function):
         return query, key, qkv_TN.view(count, heads + 2 * kv_heads, head_dim)[:, heads + kv_heads :]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_TD, sin_TD, q_weight, k_weight, qkv_TN = ctx.saved_tensors
         heads, kv_heads, head_dim = ctx.shape

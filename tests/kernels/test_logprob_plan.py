@@ -148,6 +148,16 @@ class TestWithoutAPlan:
         (record,) = caplog.records
         assert re.search(reason, record.message)
 
+    def test_a_gpu_that_is_full_for_now_says_nothing_about_the_kernel(self, use: Callable[..., None]) -> None:
+        def full(*_: Tensor, **__: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        use(full)
+        with pytest.raises(torch.OutOfMemoryError):
+            plan_for(None, *operands()[:2], None)
+        use(by_torch)
+        assert plan_for(None, *operands()[:2], None) == HOPPER
+
     def test_and_the_results_are_right(
         self, use: Callable[..., None], triton_kernels: SimpleNamespace
     ) -> None:

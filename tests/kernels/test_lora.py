@@ -213,3 +213,9 @@ class TestRefusals:
             swiglu_lora_linear(inputs(), linears)
         with pytest.raises(ValueError, match="frozen norm"):
             rmsnorm_lora_linear(inputs(), torch.ones(H, requires_grad=True), 1e-6, linears)
+        with pytest.raises(ValueError, match=r"norm_weight_H is \(1,\); expected \(24,\)"):
+            rmsnorm_lora_linear(inputs(), torch.ones(1), 1e-6, linears)
+        with pytest.raises(
+            ValueError, match="the input is on meta, these layers on cpu: build LoraLinears when"
+        ):
+            lora_linear(inputs().to("meta"), linears)
