@@ -14,6 +14,7 @@ import signal
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Literal
@@ -28,6 +29,9 @@ START_TIMEOUT_S = 120.0
 """A process imports the task's libraries before it is ready."""
 MAX_ANSWER = 1 << 18
 """Bytes of what a process answers. A tool that says more would stop the event loop while it is encoded."""
+
+UNHEEDED = (signal.SIGINT, signal.SIGTERM)
+"""By a reward process."""
 
 Job = tuple[Literal["score", "respond", "score_episode"], tuple[Any, ...]]
 """A method of the task, and what to call it with."""
@@ -188,9 +192,14 @@ def _serve(connection: Connection, task: Task) -> None:
     # What a terminal or a batch system sends reaches every process of the group. A worker that was told to stop
     # still needs the rewards of what it has drawn; it ends this process itself. (A handler, not SIG_IGN, which
     # programs that a reward starts would inherit.)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in UNHEEDED:
         signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_heed_signals)
+    # Held back meanwhile: a fork that is told to end before it has its own handlers would not hear of it.
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, UNHEEDED),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, UNHEEDED),
+        after_in_child=_heed_signals,
+    )
     threading.Thread(target=_end_with_parent, daemon=True).start()
     connection.send("ready")
     while True:
@@ -209,8 +218,9 @@ def _serve(connection: Connection, task: Task) -> None:
 
 def _heed_signals() -> None:
     """A process that a reward starts ends when it is told to."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in UNHEEDED:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEEDED)
 
 
 def _pickled(outcome: Any, method: str) -> bytes:
