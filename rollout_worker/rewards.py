@@ -173,9 +173,8 @@ class _RewardProcess:
             process, connection = self._process, self._connection
             self._process = self._connection = None
         if process is not None and process.pid is not None:
-            with suppress(
-                ProcessLookupError, PermissionError
-            ):  # no group of its own yet, or all of it have ended
+            # It may have no group of its own yet, or all of it have ended.
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()

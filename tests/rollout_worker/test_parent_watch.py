@@ -6,21 +6,8 @@ import signal
 import subprocess
 import sys
 
-# A parent that starts a child with the watch, says the child's id and waits.
+# Starts a child with the watch, says the child's id and waits.
 PARENT = """
-import os, subprocess, sys, time
-os.environ["BUCKETRL_ENGINE_PARENT"] = str(os.getpid())
-child = subprocess.Popen([sys.executable, "-c",
-    "import bucketrl.rollout_worker.engines.parent_watch as w, time; print('up', flush=True); time.sleep(60)"],
-    stdout=subprocess.PIPE)
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-
-
-# An engine process, started by this one, with a worker process below it.
-ENGINE = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c",
     "import bucketrl.rollout_worker.engines.parent_watch as w, time; print('up', flush=True); time.sleep(60)"],
@@ -29,12 +16,13 @@ child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(60)
 """
+ROLLOUT_WORKER = 'import os\nos.environ["BUCKETRL_ENGINE_PARENT"] = str(os.getpid())' + PARENT
 
 
 def test_a_killed_engine_process_takes_its_workers_along() -> None:
     """Though the rollout worker lives: the next engine needs their memory."""
     environment = os.environ | {"BUCKETRL_ENGINE_PARENT": str(os.getpid())}
-    with subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, env=environment) as engine:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as engine:
         assert engine.stdout is not None
         worker = os.pidfd_open(int(engine.stdout.readline()))
         poll = select.poll()
@@ -50,7 +38,7 @@ def test_a_killed_engine_process_takes_its_workers_along() -> None:
 
 def test_a_killed_parent_takes_the_engine_along() -> None:
     """Though a signal to the parent's process group does not reach it."""
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, "-c", ROLLOUT_WORKER], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert os.getpgid(pid) != os.getpgid(parent.pid)

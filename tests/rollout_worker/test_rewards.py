@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -91,20 +91,24 @@ class UnloadableTask(FakeTask):
         return {"x": 1}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool() -> AsyncIterator[RewardPool]:
-    pool = RewardPool(TroubleTask(), processes=2, timeout_s=0.5)
+@asynccontextmanager
+async def started(processes: int, timeout_s: float) -> AsyncIterator[RewardPool]:
+    pool = RewardPool(TroubleTask(), processes=processes, timeout_s=timeout_s)
     await pool.start()
     yield pool
     await pool.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[RewardPool]:
+    async with started(processes=2, timeout_s=0.5) as pool:
+        yield pool
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def patient() -> AsyncIterator[RewardPool]:
-    pool = RewardPool(TroubleTask(), processes=1, timeout_s=30.0)
-    await pool.start()
-    yield pool
-    await pool.close()
+    async with started(processes=1, timeout_s=30.0) as pool:
+        yield pool
 
 
 def reward_processes() -> set[BaseProcess]:
